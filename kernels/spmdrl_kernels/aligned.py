@@ -1,8 +1,8 @@
-"""Distillation over two vocabularies: compares shared tokens directly, and sorted probabilities of all other tokens.
+"""Distillation over two vocabularies: compares shared tokens one by one, and all other tokens by sorted probabilities.
 
-Each row of a tensor belongs to one span of text. Student and teacher each have a scaled distribution for it: the
-probabilities of the next token at one position of the span, times exp(`shift`), the probability of the span's other
-tokens. Logits exist for one chunk of rows at a time, as in `distill.py`.
+Each row of a tensor belongs to one span of text. Student and teacher each have a scaled distribution for this span: the
+probabilities of the next token at one position, multiplied by exp(`shift`), the probability of the span's other tokens.
+Logits exist for one chunk of rows at a time, as in `distill.py`.
 
 Shapes: C rows; V tokens in the student's vocabulary, U in the teacher's, M in both.
 """
@@ -22,7 +22,7 @@ from spmdrl_kernels.linear import wide
 from spmdrl_kernels.vocabulary import Vocabulary
 
 HELD = 12
-"""Number of tensors [C, V] of a chunk that are in memory at the same time; the int64 indices of a sort count twice."""
+"""Number of [C, V] tensors that a chunk needs in memory at the same time; the int64 indices of a sort count as two."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class SpanTeacher:
     states_TE: torch.Tensor
     weight_UE: torch.Tensor
     shift_T: torch.Tensor
-    """Log of the factor on the teacher's probabilities in each row."""
+    """Log of the factor that multiplies the teacher's probabilities in each row."""
     divisor: float = 1.0
     softcap: float | None = None
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Yield log(factor * probabilities), [C, U], for each block of rows."""
+        """Yield the logs of the teacher's scaled probabilities, [C, U], for each block of rows."""
         theirs = Blocks(blocks.tokens, len(self.weight_UE), blocks.rows, len(self.weight_UE))
         for rows, _, logits_CU in theirs.products(self.states_TE, self.weight_UE):
             logp_CU, _ = log_probabilities(logits_CU, self.divisor, self.softcap, dtype)
@@ -46,12 +46,12 @@ class SpanTeacher:
 
 @dataclass(frozen=True)
 class Matched:
-    """Tokens that are in both vocabularies."""
+    """The tokens that are in both vocabularies; `compare` compares their probabilities directly."""
 
     student_M: torch.Tensor
     """Distinct ids in the student's vocabulary, int64."""
     teacher_M: torch.Tensor
-    """Ids of the same tokens in the teacher's vocabulary."""
+    """Ids of the same tokens, in the same order, in the teacher's vocabulary."""
     beta: float
     """Parameter `beta` of `unnormalized_jsd` over these tokens."""
 
@@ -71,9 +71,10 @@ def sorted_distance(s_CV: torch.Tensor, t_CU: torch.Tensor) -> tuple[torch.Tenso
 
 
 def unnormalized_jsd(s_CM: torch.Tensor, t_CM: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the generalized JSD of logs of unnormalized probabilities [C], and its gradient with respect to s [C, M].
+    """Return the generalized Jensen-Shannon divergence [C] of unnormalized probabilities, and its gradient [C, M].
 
-    The formula is that of `generalized_jsd` and of trl's `GOLDTrainer.generalized_jsd_loss`.
+    s, t: logs of the probabilities; the gradient is with respect to s. The formula is that of `generalized_jsd` and of
+    trl's `GOLDTrainer.generalized_jsd_loss`.
     """
     p_CM = s_CM.exp()
     if beta == 0:
@@ -91,9 +92,9 @@ def unnormalized_jsd(s_CM: torch.Tensor, t_CM: torch.Tensor, beta: float) -> tup
 def compare(s_CV: torch.Tensor, t_CU: torch.Tensor, matched: Matched | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the distance of each row [C] and its gradient with respect to s [C, V].
 
-    s, t: logs of the (scaled) probabilities of student and teacher. matched: tokens compared directly by
-    `unnormalized_jsd`, as in GOLD; the weight of this divergence is the matched share of the teacher's vocabulary, and
-    `sorted_distance` of all other tokens gets the remaining weight. None: `sorted_distance` of all tokens.
+    s, t: logs of the scaled probabilities of student and teacher. matched: tokens that `unnormalized_jsd` compares
+    directly, as in GOLD. Their divergence is weighted by the matched share of the teacher's vocabulary, and the
+    `sorted_distance` of all other tokens by the remaining share. None: all tokens are compared by `sorted_distance`.
     """
     p_CV = s_CV.exp()
     if matched is None:
@@ -112,7 +113,7 @@ def compare(s_CV: torch.Tensor, t_CU: torch.Tensor, matched: Matched | None) -> 
 
 
 def other_columns(x_CV: torch.Tensor, columns_M: torch.Tensor) -> torch.Tensor:
-    """Return the columns of x that are not in `columns_M`, int64."""
+    """Return the indices, int64, of the columns of x that `columns_M` does not list."""
     others = torch.ones(x_CV.shape[1], dtype=torch.bool, device=x_CV.device)
     others[columns_M] = False
     return torch.nonzero(others).flatten()
@@ -130,22 +131,23 @@ def aligned_loss(
     softcap: float | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum weight times distance (`compare`) over rows, with gradients computed in forward.
+    """Return the sum over rows of weight times distance (`compare`); the forward also computes its gradients.
 
     Args:
         hidden_TD: the student's hidden states, in float16, bfloat16, float32 or float64.
         weight_VD: the student's output weight, in the same dtype and on the same device.
-        shift_T: log of the factor on the student's probabilities; it gets no gradient from this function.
+        shift_T: log of the factor that multiplies the student's probabilities. Its gradient is returned; autograd
+            does not pass it on.
         teacher: the teacher's distributions for the same rows.
         weight_T: weight of each row's distance.
         matched: see `compare`.
         divisor: divides the student's logits.
         softcap: cap on the student's logits before division, by softcap * tanh(logits / softcap); None for no cap.
-        chunk_tokens: rows of logits in memory at the same time. It changes speed, memory and rounding only.
+        chunk_tokens: number of rows of logits in memory at the same time; affects only speed, memory and rounding.
 
     Returns:
-        The sum, a scalar in fp64, whose backward works once; and three detached tensors [T] in fp32 (fp64 for fp64
-        inputs): the gradient of the sum with respect to the shift, the distances, and the student's entropy.
+        The sum, a scalar in fp64 that supports one backward; and three detached tensors [T] in fp32 (fp64 for fp64
+        inputs): the gradient of the sum with respect to `shift_T`, the distances, and the student's entropy in nats.
 
     Raises:
         ValueError: shapes do not fit, or a setting is out of range.

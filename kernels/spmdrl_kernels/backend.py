@@ -12,19 +12,19 @@ BACKENDS = ("triton", "torch", "liger")
 
 
 def choose(backend: str | None, device: torch.device) -> str:
-    """Return the backend: the argument, else SPMDRL_KERNELS, else the device's default. ValueError: unknown backend."""
+    """Return `backend` if given, else the variable SPMDRL_KERNELS, else the device's default. ValueError: unknown."""
     name = backend or os.environ.get("SPMDRL_KERNELS") or ""
     if name and name not in BACKENDS:
         where = "backend" if backend else "SPMDRL_KERNELS"
         raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}")
     if name:
         return name
-    # The device type is cuda on ROCm too.
+    # On ROCm the device type is cuda too, so AMD GPUs use Triton as well.
     return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
 
 
 def row_operations(backend: str | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return `TorchRows` or `TritonRows` for this device, computing in dtype. ValueError: the backend is `liger`."""
+    """Return a `TorchRows` or `TritonRows` for this device that computes in dtype. ValueError: backend is `liger`."""
     name = choose(backend, device)
     if name == "liger":
         where = "backend" if backend else "SPMDRL_KERNELS"

@@ -1,8 +1,8 @@
-"""Cuts the logits of T tokens into blocks, and multiplies the matrices that fill and use them.
+"""Divides the logits of T tokens into blocks, and multiplies the matrices that produce a block or use it.
 
-A block has all rows, up to a limit, and as many columns as the workspace then allows. So each row of the weight's
-gradient is one product over all tokens and is written once. Only the gradient of the hidden states, which is smaller,
-is summed over blocks.
+A block has all rows (up to `BLOCK_ROWS`), and as many columns as then fit into the workspace. So one product over all
+tokens computes a row of the weight's gradient, which is written once. Only the gradient of the hidden states, which is
+smaller, is summed over blocks.
 """
 
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ import torch
 from spmdrl_kernels import host
 
 WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 320 * 2**20}
-"""Bytes of logits in memory at the same time; on a CPU about the size of its cache. A gradient in a 16-bit dtype takes
-half as many bytes in addition."""
+"""Most bytes of logits in memory at the same time; on a CPU about the size of its cache. For 16-bit inputs, the
+gradient of these logits takes half as many additional bytes."""
 WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 540 * 2**20}
-"""Bytes of logits in memory at the same time if all columns of a row are needed at once."""
+"""Most bytes of logits in memory at the same time if all columns of a row are needed at once."""
 EXACT_BYTES = {"cpu": 2 * 2**20, "gpu": 60 * 2**20}
-"""Bytes of fp32 logits in memory, before they are rounded into complete rows of a 16-bit dtype. On an H100, pieces of 8
-and 16 MiB were slower, because the host launches them more slowly than the device computes them."""
+"""Most bytes of fp32 logits in memory before they are rounded to a 16-bit dtype. On an H100, pieces of 8 and 16 MiB
+were slower, because the host launches short kernels more slowly than the device computes them."""
 BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
-"""Largest number of rows of a block."""
+"""Maximum number of rows of a block."""
 INVARIANT_ROWS = {"cpu": 64, "gpu": 512}
-"""Rows of a block if the results of a row must not depend on other rows."""
+"""Number of rows of every block if the results for a row must not depend on the other rows of a call."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Blocks:
         """Yield hidden @ weight.T block by block in one reused buffer: all columns of some rows, then the next rows.
 
         Logits of 16-bit inputs are fp32, because rounding them to bf16 would cause most of the error of a logp (2^-9
-        of the logit). For this a CPU multiplies in fp32, which is slower. On AMD GPUs, whose matmul cannot write fp32,
-        the logits are rounded.
+        of the logit). A CPU multiplies in fp32 to get such logits, which is slower. On AMD GPUs the logits are rounded,
+        because the matmul of 16-bit inputs cannot write fp32.
         """
         exact = narrow(hidden_TD) and (hidden_TD.is_cpu or widens(hidden_TD))
         dtype = torch.float32 if exact else hidden_TD.dtype
@@ -62,7 +62,7 @@ def place_of(device: torch.device) -> str:
 def plan_blocks(
     tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None, columns: int | None = None
 ) -> Blocks:
-    """Return blocks of the given sizes; missing sizes follow from the device and dtype of `like`."""
+    """Return blocks of these numbers of rows and columns; a number that is None depends on `like`'s device."""
     place = place_of(like.device)
     numbers = WORKSPACE_BYTES[place] // max(4, like.element_size())
     if rows is None:
@@ -73,26 +73,26 @@ def plan_blocks(
 
 
 def plan_rows(tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None) -> Blocks:
-    """Return blocks of complete rows; by default their number follows from the device and dtype of `like`."""
+    """Return blocks of complete rows. rows: number of rows of a block; None to fill WHOLE_ROW_BYTES."""
     numbers = WHOLE_ROW_BYTES[place_of(like.device)] // like.element_size()
     return Blocks(tokens, vocab, rows or even(tokens, numbers // max(1, vocab)), max(1, vocab))
 
 
 def even(length: int, most: int, multiple: int = 16) -> int:
-    """Return a step of at most `most`, divisible by `multiple`, that cuts `length` into about equal parts."""
+    """Return the size, at most `most` and divisible by `multiple`, of about equal parts into which to cut `length`."""
     most = max(multiple, most // multiple * multiple)
     parts = max(1, -(-length // most))
     return min(most, -(-max(1, length) // (parts * multiple)) * multiple)
 
 
 def spans(length: int, step: int) -> Iterator[slice]:
-    """Yield consecutive slices of at most `step` up to `length`."""
+    """Yield consecutive slices of at most `step` elements that cover the range from 0 to `length`."""
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
 def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
-    """Compute total (+)= a @ b; sums are in fp32 (fp64 for fp64) even if a, b or total have 16 bits."""
+    """Write a @ b into total, or add it if `add` is true. Sums are in fp32 (fp64 for fp64), even for 16-bit tensors."""
     if a.dtype != b.dtype or (host.WIDENS and a.is_cpu and a.dtype == torch.bfloat16):
         a, b = a.to(torch.float32), b.to(torch.float32)
     if total.dtype == torch.float32 and host.takes(a, b.t()):
@@ -111,7 +111,7 @@ def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -
 
 
 def outer_(total: torch.Tensor, a_TM: torch.Tensor, b_TN: torch.Tensor, add: bool) -> None:
-    """Compute total (+)= a.T @ b, a sum over tokens, with the precision of `product_`."""
+    """Write a.T @ b, a sum over tokens, into total, or add it if `add` is true; the precision is that of `product_`."""
     if a_TM.dtype == total.dtype == torch.float32 and host.takes(b_TN, a_TM.t()):
         c = host.outer(a_TM, b_TN)
         total.add_(c) if add else total.copy_(c)
@@ -120,10 +120,10 @@ def outer_(total: torch.Tensor, a_TM: torch.Tensor, b_TN: torch.Tensor, add: boo
 
 
 def narrow(a: torch.Tensor) -> bool:
-    """Return True if the dtype has 16 bits and so rounds logits coarsely."""
+    """Return True if the dtype has 16 bits, in which logits would have large rounding errors."""
     return a.dtype in (torch.bfloat16, torch.float16)
 
 
 def widens(a: torch.Tensor) -> bool:
-    """Return True if the device's matmul can write fp32 from inputs of this dtype; cuBLAS can, from torch 2.10 on."""
+    """Return True if the device can multiply 16-bit matrices of this dtype into fp32; only cuBLAS can (torch 2.10)."""
     return a.is_cuda and torch.version.cuda is not None and narrow(a)

@@ -1,11 +1,11 @@
-"""Checks arguments; the error messages name the change to make."""
+"""Checks the arguments of the package's functions; an error message names the change that the caller must make."""
 
 import math
 
 import torch
 
 LEAST = 1e-30
-"""Smallest temperature; below it, logits / temperature could overflow in fp32."""
+"""Smallest allowed temperature; with a smaller one, logits / temperature could overflow in fp32."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -64,7 +64,7 @@ def usable(temperature: float) -> bool:
 
 
 def check_settings(softcap, sizes: dict[str, int | None]) -> None:
-    """Check the softcap and the sizes of blocks."""
+    """Check the cap on logits and the sizes of blocks. sizes: name of a setting -> its value; None for the default."""
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be positive and finite, or None for off, got {softcap}")
     for name, size in sizes.items():
@@ -73,7 +73,7 @@ def check_settings(softcap, sizes: dict[str, int | None]) -> None:
 
 
 def check_values(targets_T, temperature, vocab: int) -> None:
-    """Check the values of targets and temperatures, with one synchronization with the device."""
+    """Check the values of targets and temperatures; the host waits once for the device to read their bounds."""
     if not targets_T.numel():
         return
     bounds = [x.double() for x in torch.aminmax(targets_T)]

@@ -1,7 +1,8 @@
 """Computes a loss of logp and entropy chunk by chunk, so that its gradient needs no second pass over the vocabulary.
 
-`linear_logprob` computes the logits twice (4 matmuls), because the loss is unknown when they are first computed. If the
-loss of a token depends on that token only, it can be computed while the logits of its chunk exist: 3 matmuls.
+`linear_logprob` computes the logits twice (4 matmuls), because the loss is unknown when they are first computed. If a
+token's loss depends on that token only, loss and gradient can be computed while the logits of the token's chunk are in
+memory, so 3 matmuls are enough.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +32,8 @@ from spmdrl_kernels.reference import TorchRows
 from spmdrl_kernels.vocabulary import new_state, open_vocabulary
 
 LossFn = Callable[[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]], Any]
-"""(logp [C], entropy [C] or None, inputs of these rows) -> loss [C], or (loss [C], dict of tensors [C] to log)."""
+"""The caller's loss of a chunk of C rows: a function (logp [C], entropy [C] or None, inputs of these rows) -> loss [C],
+or (loss [C], dict of tensors [C] to log)."""
 
 
 def chunked_loss(
@@ -51,22 +53,22 @@ def chunked_loss(
     chunk_tokens: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum the caller's loss over tokens, with gradients computed in forward: 3 matmuls instead of 4.
+    """Return the sum of the caller's loss over tokens; the forward also computes its gradients (3 matmuls, not 4).
 
     Arguments are as in `linear_logprob`, except:
 
     - loss_fn: see `LossFn`. Each token's loss includes its final weight (such as 1 / global count), does not depend on
       other tokens, and has a gradient through logp and entropy only. It may also be called with zero tokens.
-    - inputs: tensors [T, ...] without gradient (advantages, old logp); `loss_fn` gets their rows of the chunk.
+    - inputs: tensors [T, ...] without gradient (advantages, old logp); `loss_fn` gets the chunk's rows of each.
     - entropy: whether `loss_fn` gets the entropy.
     - group: its ranks run a few collectives in each chunk, so `chunk_tokens` must be the same on all of them.
-    - chunk_tokens: rows of logits, with all columns, in memory at the same time.
+    - chunk_tokens: number of rows of logits, with all columns, in memory at the same time.
     - backend: `triton` or `torch`.
 
     Returns:
         The sum (a scalar in the loss's dtype, summed in fp64) and a dict of detached [T] tensors, 0 outside the mask:
-        `logp`, `entropy` and `top` if requested, `loss`, and the tensors that `loss_fn` logs. Backward through the sum
-        works once; without gradient mode only the loss is computed.
+        `logp`, `entropy` and `top` if requested, `loss`, and the tensors that `loss_fn` logs. The sum supports one
+        backward. If gradients are disabled (`torch.no_grad`), only the loss is computed.
 
     Raises:
         ValueError: as in `linear_logprob`; or `loss_fn` does not return [C] tensors, logs a reserved name, depends on
@@ -102,10 +104,10 @@ class _Caller:
     def __init__(self, loss_fn: LossFn, inputs: dict[str, torch.Tensor], entropy: bool, top: bool):
         self.loss_fn, self.inputs, self.entropy, self.top = loss_fn, inputs, entropy, top
         self.names: list[str] = []
-        """Names of the columns that `_ChunkedLoss` returns."""
+        """Names of the tensors [T] that `_ChunkedLoss` returns after the sum, in their order."""
 
     def __call__(self, logp_C, entropy_C, at) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss [C] and the tensors to log for the rows `at`."""
+        """Return the loss [C] and the tensors to log [C] for the rows with the indices `at`."""
         result = self.loss_fn(logp_C, entropy_C, {name: value[at] for name, value in self.inputs.items()})
         loss_C, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss_C, torch.Tensor) or not isinstance(extra, Mapping):
@@ -122,7 +124,7 @@ class _Caller:
 
     @torch.no_grad()
     def check_separable(self, logp_C, entropy_C, rows: slice) -> None:
-        """Raise ValueError if the loss of a token changes when every second token is removed from the chunk."""
+        """Raise ValueError if a token's loss changes when every second token is removed from the chunk."""
         whole, _ = self(logp_C, entropy_C, rows)
         for first in (0, 1):
             at = torch.arange(rows.start, rows.stop, device=logp_C.device)[first::2]
@@ -146,13 +148,14 @@ def _states(
     rounded: bool,
     second,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill the logits of a chunk; return two states [4, C] over the complete vocabulary: of exact and of stored logits.
+    """Compute the logits of a chunk; return the states [4, C] (`vocabulary.py`) of the exact and of the stored logits.
 
     A logp from rounded logits would differ from that of `linear_logprob` by 2^-9 of the logit, and the ratio to an old
     logp would not be 1. So 16-bit logits are computed in fp32, piece by piece, before they are rounded and stored. The
     gradient is computed from the stored logits and their logsumexp.
 
-    rounded: True if the stored logits have 16 bits and need a separate state; else both states are the same tensor.
+    rounded: True if the stored logits are rounded to 16 bits, so that they need a separate state. If False, both states
+    are the same tensor.
     """
     state_4C = kept_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
     n, vocab = logits_CV.shape
@@ -180,9 +183,9 @@ def _states(
 
 @torch.enable_grad()
 def _differentiated(caller: _Caller, logp_C, entropy_C, rows: slice, wanted: bool) -> tuple[torch.Tensor, dict, list]:
-    """Return the caller's loss [C], the tensors to log, and the gradients of the loss by logp and entropy (or None).
+    """Return the caller's loss [C], the tensors to log, and the loss's gradients with respect to logp and entropy.
 
-    wanted: whether to compute gradients.
+    wanted: whether to compute gradients; a gradient is None if it is not wanted or does not exist.
     """
     leaves = [x.detach().requires_grad_(wanted) for x in (logp_C, entropy_C) if x is not None]
     loss_C, extra = caller(leaves[0], leaves[1] if caller.entropy else None, rows)
@@ -205,7 +208,7 @@ class _ChunkedLoss(torch.autograd.Function):
         parts: list[dict[str, torch.Tensor]] = []
         checked = False
         buffer = hidden_TD.new_empty(min(job.blocks.rows, len(hidden_TD)) * vocabulary.size)
-        # In plain torch a chunk is processed in pieces that fit into the cache of a CPU.
+        # Plain torch processes a chunk in pieces of columns that fit into a CPU's cache.
         step = (
             WORKSPACE_BYTES["cpu"] // 4 // BLOCK_ROWS["cpu"]
             if isinstance(operations, TorchRows)
@@ -239,7 +242,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 sums.add(rows, columns, operations.logit_gradient(operations.borrow(block_CV), *inputs), block_CV)
         ctx.sums = sums
         if not parts:
-            # A rank without tokens returns the same names and dtypes as the others.
+            # A rank without tokens must return tensors with the same names and dtypes as the other ranks.
             none = [targets_T.new_zeros(0, dtype=dtype)] * (1 + caller.entropy)
             loss_C, extra = caller(none[0], none[1] if caller.entropy else None, slice(0, 0))
             part = dict(zip(("logp", "entropy"), none, strict=False)) | ({"top": none[0]} if caller.top else {})
@@ -257,5 +260,5 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.sums is None:
             raise RuntimeError("backward through chunked_loss works once: its gradients were freed")
         sums, ctx.sums = ctx.sums, None
-        # If backward starts from the sum, the factor is 1; testing for that would synchronize with the device.
+        # Multiply by the factor even if it is 1, because testing its value would make the host wait for the device.
         return *sums.finish(grad_total), None, None, None, None

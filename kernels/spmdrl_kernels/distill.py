@@ -1,7 +1,7 @@
-"""Distillation: divergence of a student's next-token distributions from a teacher's, with gradients, chunk by chunk.
+"""Distillation: the divergence between next-token distributions of student and teacher, computed chunk by chunk.
 
-Logits of student and teacher exist for one chunk of rows at a time. The forward pass also computes the gradient, while
-the logits exist, as in `chunked.py`. The code is plain torch on every device.
+Logits of student and teacher exist for one chunk of rows at a time. The forward pass also computes the gradient while
+the chunk's logits are in memory, as in `chunked.py`. The code is plain torch on every device.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from spmdrl_kernels.linear import wide
 from spmdrl_kernels.vocabulary import Vocabulary
 
 HELD = 6
-"""Number of tensors [C, V] that are in memory at the same time, for one chunk and one teacher."""
+"""Number of [C, V] tensors that a chunk and one teacher need in memory at the same time."""
 BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
-"""Bytes of the tensors [C, V] of a chunk in total."""
+"""Most bytes that these tensors take together; they determine the number of rows of a chunk."""
 
 
 def distillation_loss(
@@ -33,21 +33,24 @@ def distillation_loss(
     valid_vocab: int | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum weight times divergence (`generalized_jsd`) over tokens and teachers, with gradients computed in forward.
+    """Return the sum of weight times divergence (`generalized_jsd`) over tokens and teachers.
+
+    The forward also computes the gradients.
 
     Args:
         hidden_TD: the student's hidden states, in float16, bfloat16, float32 or float64.
         weight_VD: the student's output weight, in the same dtype and on the same device.
         teachers: pairs of a teacher and the weight of its divergence in each row [T], which includes 1 / global count.
-        beta: 0 is forward KL, 1 reverse KL.
-        divisor: divides the student's logits; the temperature times the divisor of the model family.
+        beta: parameter of `generalized_jsd`; 0 for forward KL, 1 for reverse KL.
+        divisor: number that divides the student's logits: the temperature times the divisor of the model family.
         softcap: cap on the student's logits before division, by softcap * tanh(logits / softcap); None for no cap.
-        valid_vocab: number of first tokens that count. Vocabularies of different sizes are cut to the smallest.
-        chunk_tokens: rows of logits in memory at the same time. It changes speed, memory and rounding only.
+        valid_vocab: only the first `valid_vocab` tokens of the vocabulary are used; None for all. If vocabularies
+            differ in size, the tokens of the smallest one are used.
+        chunk_tokens: number of rows of logits in memory at the same time; affects only speed, memory and rounding.
 
     Returns:
-        The sum, a scalar in fp64, whose backward works once; and two detached tensors in fp32 (fp64 for fp64 inputs):
-        the divergence from each teacher [T, teachers] and the student's entropy [T].
+        The sum, a scalar in fp64 that supports one backward; and two detached tensors in fp32 (fp64 for fp64 inputs):
+        the divergence from each teacher [T, teachers] and the student's entropy [T], both in nats.
 
     Raises:
         ValueError: shapes do not fit, or a setting is out of range.
@@ -101,19 +104,22 @@ def top_logprobs(
 
 
 def plan(tokens: int, vocab: int, like: torch.Tensor, rows: int | None) -> Blocks:
-    """Return blocks of `rows` complete rows; by default their number depends on the device."""
+    """Return blocks of `rows` complete rows; None for as many rows as `BYTES` allows."""
     most = BYTES[place_of(like.device)] // (HELD * wide(like).itemsize * max(1, vocab))
     return Blocks(tokens, vocab, rows or even(tokens, most), vocab)
 
 
 class _Job:
-    """The settings and the blocks of one call of `distillation_loss`."""
+    """The arguments of one call of `distillation_loss`, and the blocks into which its rows are divided."""
 
     def __init__(self, teachers: list, beta: float, divisor: float, softcap: float | None, blocks: Blocks):
         self.teachers, self.beta, self.divisor, self.softcap, self.blocks = teachers, beta, divisor, softcap, blocks
 
     def chunk(self, rows: slice, blocks: tuple, logp_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergences [C, teachers], and the gradient of their weighted sum by logits / divisor [C, V]."""
+        """Return the divergences [C, teachers], and the gradient [C, V] of their weighted sum by logits / divisor.
+
+        blocks: for each teacher, its item of `Teacher.blocks` for these rows.
+        """
         divergences, total_CV = [], None
         for (teacher, weight_T), block in zip(self.teachers, blocks, strict=True):
             divergence_C, gradient_CV = teacher.compare(block, logp_CV, self.beta)

@@ -1,6 +1,6 @@
-"""Divergences of a student's and a teacher's next-token distributions, and their gradients by the student's logits.
+"""Divergences between next-token distributions of student and teacher, and their gradients by the student's logits.
 
-Shapes: C rows; N outcomes: the V tokens of the vocabulary, or K of them and one outcome for all other tokens.
+Shapes: C rows; N outcomes, which are the V tokens of the vocabulary, or K tokens and one outcome for all other tokens.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from spmdrl_kernels.blocks import Blocks
 from spmdrl_kernels.reference import LOWEST
 
 LEAST_REST = -1e-7
-"""Upper bound of the log of the sum of K probabilities, because rounded probabilities may sum to 1 or more. The value
-is that of trl 1.16."""
+"""Upper bound on the log of the sum of K probabilities. It is needed because rounded probabilities may sum to 1 or
+more, which would leave no probability for the other tokens. The value is that of trl 1.16."""
 
 
 def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the generalized Jensen-Shannon divergence of each row [C] and its gradient by the student's logits [C, N].
 
     s, t: finite log-probabilities of student and teacher. beta 0: forward KL(t || s). beta 1: reverse KL(s || t).
-    Between: beta KL(t || m) + (1 - beta) KL(s || m) with m = (1 - beta) s + beta t, as in GKD
+    0 < beta < 1: beta KL(t || m) + (1 - beta) KL(s || m) with the mixture m = (1 - beta) s + beta t, as in GKD
     (https://arxiv.org/abs/2306.13649) and trl's `generalized_jsd_loss`.
 
     The gradient is exactly 0 if s and t are bitwise equal.
@@ -34,8 +34,8 @@ def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tupl
         kl_C = (p_CN * gap_CN).sum(1)
         return kl_C, p_CN.mul_(gap_CN.sub_(kl_C[:, None]))
     gap_CN = t_CN - s_CN
-    # log(m / s), computed from the gap by an exponential of at most 1: it cannot overflow, and is exactly 0 for a gap
-    # of 0.
+    # This computes log(m / s) from the gap. The exponential is at most 1, so it cannot overflow, and the result is
+    # exactly 0 for a gap of 0.
     share_CN = torch.full_like(gap_CN, beta).masked_fill_(gap_CN > 0, 1 - beta)
     mixed_CN = torch.expm1(-gap_CN.abs()).mul_(share_CN).log1p_().add_(gap_CN.clamp(min=0))
     kl_s_C = -(p_CN * mixed_CN).sum(1)
@@ -47,10 +47,9 @@ def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tupl
 def log_probabilities(
     logits_CV: torch.Tensor, divisor: float, softcap: float | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probabilities [C, V] of a block of complete rows, and the softcap's derivative (None without
-    softcap).
+    """Return the log-probabilities [C, V] of a block of complete rows, and the derivative of the softcap [C, V].
 
-    The function may overwrite the logits.
+    The derivative is None without a softcap. The function may overwrite the logits.
     """
     z_CV, slope_CV = logits_CV.to(dtype).clamp_(min=LOWEST), None
     if softcap is not None:
@@ -65,13 +64,13 @@ def log_probabilities(
 
 
 def outside(logp_CV: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities [C, V] with -inf at the ids, and the log of the sum over all other tokens [C]."""
+    """Return the log-probabilities [C, V] with -inf at the ids, and the log-probability [C] of any other token."""
     others_CV = logp_CV.scatter(1, ids_CK, -torch.inf)
     return others_CV, torch.logsumexp(others_CV, 1)
 
 
 def log_of_rest(logp_CK: torch.Tensor) -> torch.Tensor:
-    """Return the log of the probability of all tokens but the K given ones [C]: log(1 - sum of their probabilities)."""
+    """Return the log-probability [C] of any token but the K given ones: log(1 - the sum of the K probabilities)."""
     return torch.logsumexp(logp_CK, 1).clamp(max=LEAST_REST).expm1().neg().log()
 
 
@@ -82,7 +81,7 @@ class StatesTeacher:
     states_TE: torch.Tensor
     weight_UE: torch.Tensor
     divisor: float = 1.0
-    """Divides the teacher's logits; the temperature times the divisor of the model family."""
+    """Number that divides the teacher's logits: the temperature times the divisor of the model family."""
     softcap: float | None = None
 
     @property
@@ -96,7 +95,7 @@ class StatesTeacher:
             yield log_probabilities(logits_CV, self.divisor, self.softcap, dtype)[0]
 
     def compare(self, block: torch.Tensor, logp_CV: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return divergence [C] and gradient [C, V] for a block of the student's rows. block: an item of `blocks`."""
+        """Return the divergence [C] and its gradient by the student's logits [C, V]. block: an item of `blocks`."""
         return generalized_jsd(logp_CV, block, beta)
 
 
@@ -104,15 +103,15 @@ class StatesTeacher:
 class TopTeacher:
     """A teacher given by log-probabilities of K tokens in each row.
 
-    All other tokens count as one outcome. If `renormalized` is true, they are ignored instead: both distributions are
-    conditional on the K tokens.
+    All other tokens count as one outcome. If `renormalized` is true, they are ignored instead: the probabilities of the
+    K tokens are divided by their sum, for teacher and student.
     """
 
     ids_TK: torch.Tensor
     """Token ids, int64, distinct in each row."""
     logp_TK: torch.Tensor
     rest_T: torch.Tensor | None = None
-    """Log of the probability of all other tokens; None for 1 minus the sum over the K tokens."""
+    """Log of the probability of all other tokens; None to compute it as log(1 - sum of the K probabilities)."""
     renormalized: bool = False
 
     @property
@@ -121,7 +120,10 @@ class TopTeacher:
         return None
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the ids [C, K] and the log-probabilities [C, K] or [C, K + 1] of the outcomes of each block."""
+        """Yield for each block of rows the ids [C, K] and the log-probabilities of the outcomes.
+
+        The log-probabilities are [C, K] if `renormalized` is true, else [C, K + 1].
+        """
         for start in range(0, blocks.tokens, blocks.rows):
             rows = slice(start, min(start + blocks.rows, blocks.tokens))
             logp_CK = self.logp_TK[rows].to(dtype)
@@ -145,7 +147,7 @@ class TopTeacher:
             return divergence_C, torch.zeros_like(logp_CV).scatter_(1, ids_CK, gradient_CK)
         others_CV, rest_C = outside(logp_CV, ids_CK)
         divergence_C, gradient_CN = generalized_jsd(torch.cat([s_CK, rest_C[:, None]], 1), t_CN, beta)
-        # The gradient of the outcome "any other token" is divided over these tokens in proportion to their
+        # The gradient of the outcome "any other token" is divided among these other tokens in proportion to their
         # probabilities.
         spread_CV = others_CV.sub_(rest_C[:, None]).exp_().mul_(gradient_CN[:, -1:])
         return divergence_C, spread_CV.scatter_(1, ids_CK, gradient_CN[:, :-1])

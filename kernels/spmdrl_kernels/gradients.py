@@ -7,7 +7,7 @@ from spmdrl_kernels.vocabulary import Vocabulary
 
 
 class Gradients:
-    """Sums gradients over blocks of logits, in fp32 (fp64 for fp64) if there are several blocks."""
+    """Sums the gradients of hidden states and weight over blocks of logits, in fp32 (fp64 for fp64 inputs)."""
 
     def __init__(
         self,
@@ -18,11 +18,11 @@ class Gradients:
         vocabulary: Vocabulary,
         dtype: torch.dtype,
     ):
-        """need: whether the gradients of hidden_TD and of weight_VD are needed. dtype: type of sums over blocks."""
+        """need: whether the gradients of hidden_TD and of weight_VD are needed. dtype: type of a sum over blocks."""
         self.hidden_TD, self.weight_VD, self.vocabulary = hidden_TD, weight_VD, vocabulary
-        # If all rows are in one block, one matmul sums over all tokens, and the weight's gradient, the largest tensor
-        # of this class, needs no fp32 buffer. The same is true of the gradient of hidden_TD if all columns are in one
-        # block.
+        # If all rows are in one block, one matmul sums over all tokens. Then the gradient of the weight, the largest
+        # tensor of this class, needs no fp32 buffer. If all columns are in one block, the gradient of hidden_TD needs
+        # none.
         empty = blocks.tokens == 0 or blocks.vocab == 0
         whole = blocks.columns >= blocks.vocab and vocabulary.group is None
         self.hidden_sum = self.weight_sum = None
@@ -37,7 +37,7 @@ class Gradients:
         self.buffer = hidden_TD.new_empty(0)
 
     def workspace(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Return a buffer in the inputs' dtype for a block's gradient: the logits' memory if they have that dtype."""
+        """Return a buffer [C, V] in the inputs' dtype for a block's gradient: the logits if they have this dtype."""
         if logits_CV.dtype == self.hidden_TD.dtype:
             return logits_CV
         if self.buffer.numel() < logits_CV.numel():
@@ -45,9 +45,9 @@ class Gradients:
         return self.buffer[: logits_CV.numel()].view(logits_CV.shape)
 
     def add(self, rows: slice, columns: slice, gradient_CV: torch.Tensor, spare_CV: torch.Tensor) -> None:
-        """Add the gradient of one block of logits; call it in the order of `Blocks.products`.
+        """Add the gradient of one block of logits. Blocks must be added in the order of `Blocks.products`.
 
-        spare_CV: the result of `workspace`, which this method may overwrite, or gradient_CV.
+        spare_CV: the result of `workspace`, which this method may overwrite. It may be gradient_CV itself.
         """
         low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
         if self.weight_sum is not None:
@@ -56,10 +56,10 @@ class Gradients:
             product_(self.hidden_sum[rows], low_CV, self.weight_VD[columns], columns.start > 0)
 
     def finish(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of hidden_TD and weight_VD in the inputs' dtype and free the sums; works once.
+        """Return the gradients of hidden_TD and weight_VD in the inputs' dtype, and free the sums; call it only once.
 
-        The gradient of hidden_TD is summed over the parts of the vocabulary on all ranks. factor: a scalar that
-        multiplies both gradients.
+        The gradient of hidden_TD is summed over the ranks that divide the vocabulary. factor: a scalar that multiplies
+        both gradients; None for 1.
         """
         hidden, weight = self.hidden_sum, self.weight_sum
         self.hidden_sum = self.weight_sum = None
@@ -70,6 +70,6 @@ class Gradients:
     def _finished(self, total: torch.Tensor | None, factor: torch.Tensor | None) -> torch.Tensor | None:
         if total is None or factor is None:
             return None if total is None else total.to(self.hidden_TD.dtype)
-        # One pass both multiplies and rounds.
+        # One pass over the gradient both multiplies it and rounds it to the inputs' dtype.
         out = total if total.dtype == self.hidden_TD.dtype else torch.empty_like(total, dtype=self.hidden_TD.dtype)
         return torch.mul(total, factor.to(total.dtype), out=out)

@@ -1,16 +1,16 @@
-"""Matmuls on a CPU: float32 by oneDNN if MKL uses half of the vector width, bfloat16 as float32 if bfloat16 is slow.
+"""Faster matmuls on some CPUs: float32 by oneDNN where MKL uses half of the vector width, bfloat16 as float32.
 
 On x86, torch 2.13 multiplies float32 matrices with MKL, which uses vectors of 256 bits on an AMD CPU. If a core has
 vectors of twice that width (Zen 5), oneDNN takes less than half the time: 1.2 ms instead of 2.8 ms for a product of
-2104 x 128 x 512. On Zen 4 this module uses torch's products, because oneDNN gains little there: for 471 tokens, which
-is not a multiple of a tile, MKL took 0.62 ms and oneDNN 0.73 ms (128 x 512); for 1024 tokens 18.6 and 17.4 ms (576 x
-1536).
+2104 x 128 x 512. On Zen 4 this module uses torch's products, because oneDNN gains little on that CPU: for 471 x 128 x
+512, whose rows do not fill the last tile, MKL took 0.62 ms and oneDNN 0.73 ms; for 1024 x 576 x 1536 MKL took 18.6 ms
+and oneDNN 17.4 ms.
 
-oneDNN compiles a kernel of about 1 MiB for every shape and caches a thousand of them. So products are cut into tiles of
-a few sizes, and torch multiplies the remaining rows.
+oneDNN compiles a kernel of about 1 MiB for every shape and caches a thousand kernels. To bound this memory, products
+are cut into tiles of a few sizes, and torch multiplies the remaining rows.
 
 Without AVX-512, torch multiplies bfloat16 matrices by plain loops: a product of 512 x 1536 x 576 took 462 ms on one
-core with AVX2, but 14 ms as a float32 product of float32 copies. The result is rounded once in both cases.
+core with AVX2, but 14 ms when the matrices were first copied to float32. Both ways round the result only once.
 """
 
 import re
@@ -20,21 +20,21 @@ from pathlib import Path
 import torch
 
 TILES = (1024, 256, 64, 32)
-"""Numbers of rows of a tile, tried in this order."""
+"""Possible numbers of rows of a tile, tried in this order."""
 SUMMED = (128, 64, 32)
-"""Numbers of rows of a tile in products that sum over rows. oneDNN adds a tile's rows one by one, so the error grows
-with their number: 4e-7 for 1024 rows; 2e-7 for 128 rows, the same as with MKL."""
+"""Possible numbers of rows of a tile in products that sum over rows. oneDNN adds a tile's rows one by one, so the
+relative error grows with their number: 4e-7 for 1024 rows; 2e-7 for 128 rows, the same as with MKL."""
 LEAST = 1 << 20
-"""Smallest number of multiplications of a tile. Smaller products are faster with MKL, whose calls have less
+"""Smallest number of multiplications in a tile. Smaller products are faster with MKL, because its calls have less
 overhead."""
 WORTH_IT = 1 << 22
-"""Smallest number of multiplications for which a product is cut into tiles."""
+"""Smallest number of multiplications in a product that is cut into tiles; torch computes smaller products."""
 WIDE_FAMILY = 26
 """CPU family number of AMD's first CPUs with vector units of 512 bits (Zen 5)."""
 
 
 def _is_halved(about: str) -> bool:
-    """Return True for a CPU on which MKL uses half of the vector width. about: the text of /proc/cpuinfo."""
+    """Return True if MKL uses only half of this CPU's vector width. about: the text of /proc/cpuinfo."""
     family = re.search(r"^vendor_id\s*: AuthenticAMD\n(?:.+\n)*?cpu family\s*: (\d+)", about, re.MULTILINE)
     return bool(family) and int(family[1]) >= WIDE_FAMILY
 
@@ -48,7 +48,7 @@ WIDENS = AVAILABLE and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
-    """Return True if this module multiplies x @ weight.T faster than torch does."""
+    """Return True if this module computes x @ weight.T faster than torch does."""
     if not (x.is_cpu and x.dtype == weight_NK.dtype and AVAILABLE):
         return False
     if x.dtype == torch.bfloat16:
@@ -93,7 +93,10 @@ def outer(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(length: int, others: int, sizes: tuple[int, ...] = TILES) -> Iterator[tuple[slice, bool]]:
-    """Yield slices that cover `length` rows, each with True if it is a tile. others: product of the other two sizes."""
+    """Yield slices that together cover `length` rows, each with True if it is a tile and False if torch multiplies it.
+
+    others: number of multiplications per row. sizes: possible numbers of rows of a tile.
+    """
     at = 0
     for size in sizes:
         while size * others >= LEAST and length - at >= size:
@@ -106,7 +109,7 @@ def _tiles(length: int, others: int, sizes: tuple[int, ...] = TILES) -> Iterator
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, bias_N):
-        """Return `linear` of an input [..., K]."""
+        """Apply `linear` to an input [..., K], and save the input and the weight for backward."""
         ctx.save_for_backward(x, weight_NK)
         return linear(x.reshape(-1, x.shape[-1]), weight_NK, bias_N).view(*x.shape[:-1], -1)
 
@@ -124,7 +127,7 @@ class _Linear(torch.autograd.Function):
 
 
 def host_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `F.linear`, [..., K] to [..., N], using this module's matmul where it is faster."""
+    """Compute `F.linear`, [..., K] -> [..., N], by this module's matmul if it is faster than torch's."""
     if takes(x, weight_NK):
         return _Linear.apply(x, weight_NK, bias_N)  # type: ignore[return-value]
     return torch.nn.functional.linear(x, weight_NK, bias_N)
@@ -134,7 +137,7 @@ class HostLinear(torch.nn.Linear):
     """An `nn.Linear` whose forward uses `host_linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map [..., K] to [..., N]."""
+        """Apply the layer: [..., K] -> [..., N]."""
         return host_linear(input, self.weight, self.bias)
 
 

@@ -21,7 +21,7 @@ def liger_logprob(
     group: dist.ProcessGroup | None,
     valid_vocab: int | None,
 ) -> tuple[torch.Tensor, None]:
-    """Return logp_T, and None for the entropy; arguments as in `linear_logprob`. ValueError: unsupported by Liger."""
+    """Return logp_T, and None for the entropy; arguments as in `linear_logprob`. ValueError: Liger lacks a feature."""
     plain = not isinstance(temperature, torch.Tensor) and temperature == 1.0
     unsupported = {
         "entropy=True": entropy,
@@ -41,8 +41,8 @@ def liger_logprob(
     except ImportError as error:
         raise ValueError(f"backend='liger' needs the package liger-kernel: {error}") from error
     if not plain:
-        # Without a softcap, dividing the hidden states has the same effect as dividing the logits; bf16 states are
-        # rounded once more.
+        # Liger has no temperature. Without a softcap, dividing the hidden states has the same effect as dividing the
+        # logits, except that bf16 states are rounded once more.
         by = temperature[:, None] if isinstance(temperature, torch.Tensor) and temperature.ndim else temperature
         hidden_TD = (hidden_TD / by).to(hidden_TD.dtype)
     if mask is not None:

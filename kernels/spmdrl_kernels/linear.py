@@ -1,8 +1,8 @@
 """Computes logp and entropy from hidden states and the output weight, without the logits of all tokens.
 
-Shapes: T tokens, D hidden width, V vocabulary (this rank's part of it), C x V one block of logits. No tensor has shape
-[T, V]: logits exist for one block at a time, and backward computes them again. This costs one more matmul and saves T *
-V numbers (4.6 GiB in fp32 at T=8192, V=151936).
+Shapes: T tokens, D hidden width, V tokens in this rank's part of the vocabulary, C x V one block of logits. No tensor
+has shape [T, V]: logits exist for one block at a time, and backward computes them again. This costs one more matmul
+and saves the memory of T * V numbers (4.6 GiB in fp32 at T=8192, V=151936).
 """
 
 from typing import Any
@@ -46,28 +46,31 @@ def linear_logprob(
         targets_T: token ids, int64 in [0, vocabulary).
         temperature: a number, or floats [T]; it gets no gradient.
         entropy: whether to return the entropy.
-        top: instead of the entropy, return 1 where the target is the likeliest token, else 0; without gradient.
+        top: whether to return, instead of the entropy, 1 where the target is the likeliest token, else 0, [T]. These
+            numbers have no gradient.
         softcap: logits become softcap * tanh(logits / softcap) (gemma2's final_logit_softcapping); None for no cap.
-        mask: bool [T]. Rows with False are dropped before any computation; their results are 0, their targets
-            arbitrary.
+        mask: bool [T]. Rows with False are dropped before any computation. Their results are 0, and their targets have
+            no effect.
         group: ranks that divide the vocabulary. `weight_VD` then holds this rank's consecutive rows of the weight, in
             the order of the group's ranks; their number may differ between ranks and may be 0. Targets are global ids.
             Hidden states, targets, temperature, mask and upstream gradients must be the same on all ranks. Forward
             runs three small collectives. Backward runs one of [T, D], which gives every rank the complete gradient of
             hidden_TD; the weight's gradient is that of this rank's rows.
-        valid_vocab: number of first rows of the complete weight that count, for vocabularies padded at the end.
-        batch_invariant: make a row's results, and its gradient of hidden_TD, bitwise independent of the other rows in
-            the call. All blocks then have the same number of rows, and the last one is padded with zeros.
+        valid_vocab: only the first `valid_vocab` rows of the complete weight are used, because the vocabulary may be
+            padded at its end; None for all rows.
+        batch_invariant: whether a row's results and its gradient of hidden_TD are bitwise independent of the other rows
+            in the call. If true, all blocks have the same number of rows, and the last one is padded with zeros.
             kernels/README.md lists the cost.
-        chunk_tokens: rows of a block of logits. Like `chunk_vocab`, it changes speed, memory and rounding only.
-        chunk_vocab: columns of a block. By default the size of a block depends on the device.
-        backend: `triton` or `torch`; by default the environment's SPMDRL_KERNELS, else triton on a GPU and torch
-            elsewhere. `liger`: see `liger.py`.
+        chunk_tokens: number of rows of a block of logits. Like `chunk_vocab`, it affects only speed, memory and
+            rounding.
+        chunk_vocab: number of columns of a block. By default the device decides the size of a block.
+        backend: `triton`, `torch` or `liger` (`liger.py`). By default it is the environment variable SPMDRL_KERNELS, or
+            without that variable triton on a GPU and torch on other devices.
 
     Returns:
         logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. For bf16 and fp16
-        inputs, logits are fp32 (rounded on AMD GPUs), and the matmuls of backward have 16-bit inputs. Both outputs are
-        differentiable once in hidden_TD and weight_VD; gradients are summed over T or V in fp32 (fp64 for fp64).
+        inputs, logits are fp32 (rounded on AMD GPUs), and the matmuls of backward have 16-bit inputs. Both outputs have
+        first derivatives only, by hidden_TD and weight_VD. Gradients are summed in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, a target is outside the vocabulary, a setting is out of
@@ -94,7 +97,7 @@ def linear_logprob(
 
 
 def _refuse_for_liger(sizes: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that the backend `liger` does not support."""
+    """Raise ValueError if a setting that the backend `liger` does not support is not None. sizes: name -> value."""
     if names := [name for name, value in sizes.items() if value is not None]:
         raise ValueError(
             f"backend='liger' does not support {', '.join(names)}: leave it out, or use 'triton' or 'torch'"
@@ -104,7 +107,7 @@ def _refuse_for_liger(sizes: dict[str, Any]) -> None:
 def kept_rows(
     mask: torch.Tensor | None, hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float | torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, float | torch.Tensor]:
-    """Return the indices of the rows under the mask (None for all), and those rows of the inputs."""
+    """Return the indices of the rows where the mask is True, and these rows of the inputs; None for all rows."""
     if mask is None:
         return None, hidden_TD, targets_T, temperature
     kept = torch.nonzero(mask).flatten()
@@ -116,11 +119,11 @@ def kept_rows(
 def _padded(
     hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float | torch.Tensor, rows: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor, int]:
-    """Return the inputs padded with zeros to a multiple of a block's rows, and the number of these rows.
+    """Return the inputs padded with zeros to complete blocks, and the number of rows of a block.
 
-    All matmuls then have the same shape, and the matmul library uses the same kernel for any number of tokens.
+    All matmuls then have the same shape, so the matmul library uses the same kernel for any number of tokens.
 
-    rows: rows of a block; None for the default of the device.
+    rows: number of rows of a block; None for the device's `INVARIANT_ROWS`.
     """
     rows = rows or INVARIANT_ROWS[place_of(hidden_TD.device)]
     more = -len(hidden_TD) % rows
@@ -130,7 +133,10 @@ def _padded(
 
 
 def spread(values: torch.Tensor, kept: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """Return the values of kept rows at their positions in [T], and zeros elsewhere; drop values of padding rows."""
+    """Return a tensor [T] with the values of the kept rows at their positions, and zeros at all other positions.
+
+    Values of padding rows (`_padded`) are dropped. kept: indices of the kept rows; None if all T rows are kept.
+    """
     if kept is None:
         return values[:tokens]
     return values.new_zeros(tokens).index_copy(0, kept, values[: len(kept)])
@@ -149,10 +155,10 @@ def collision_probability(
     chunk_vocab: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Sum squared probabilities over the vocabulary, [T], without gradient; arguments as in `linear_logprob`.
+    """Return the sum of squared probabilities over the vocabulary, [T], without gradient.
 
-    The sum is exp(-H2), where H2 is the Renyi entropy of order 2. Together with p = exp(logp) it yields the squared
-    norm of the gradient of logp by the logits: 1 - 2 p + sum p^2.
+    Arguments are as in `linear_logprob`. The sum is exp(-H2), where H2 is the Renyi entropy of order 2. Together with
+    p = exp(logp) of a token, it yields the squared norm of the gradient of logp by the logits: 1 - 2 p + sum.
     """
     targets_T = torch.zeros(len(hidden_TD), dtype=torch.int64, device=hidden_TD.device)
     check_linear(hidden_TD, weight_VD, targets_T, temperature, None)
@@ -166,7 +172,7 @@ def collision_probability(
 
 
 class Job:
-    """The settings and the blocks of one call."""
+    """The arguments of one call, and the blocks into which its logits are divided."""
 
     def __init__(self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, backend, blocks: Blocks):
         self.vocabulary, self.softcap, self.backend, self.blocks = vocabulary, softcap, backend, blocks
@@ -174,15 +180,18 @@ class Job:
         self.scale_T = scale_of(temperature, len(hidden_TD), self.dtype, hidden_TD.device)
 
     def operations(self, hidden_TD: torch.Tensor) -> Any:
-        """Return new row operations, which allocate their buffers themselves."""
+        """Return new row operations of the backend; each result has separate buffers."""
         return row_operations(self.backend, hidden_TD.device, self.dtype)
 
     def scale(self, rows: slice) -> torch.Tensor | None:
-        """Return 1 / temperature for some rows; None if it is 1 for all rows."""
+        """Return 1 / temperature of these rows; None if the temperature is 1 for all rows of the call."""
         return None if self.scale_T is None else self.scale_T[rows]
 
     def stats(self, hidden_TD, weight_VD, targets_T, second: str) -> torch.Tensor:
-        """Return the state [4, T] (`vocabulary.py`) of all rows over the complete vocabulary."""
+        """Return the state [4, T] (`vocabulary.py`) of all rows over the complete vocabulary. Collective.
+
+        second: as in `TorchRows.add_stats_`.
+        """
         state_4T = new_state(len(hidden_TD), self.dtype, hidden_TD.device)
         operations = self.operations(hidden_TD)
         for rows, columns, logits_CV in self.blocks.products(hidden_TD, weight_VD):
@@ -193,14 +202,14 @@ class Job:
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of results and sums for this input: fp64 for fp64, else fp32."""
+    """Return the dtype of results and sums for an input: fp64 for an fp64 input, else fp32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def results_of(state_4T: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return logp and entropy [T] of complete states, and normalisers m and s [2, T] with p = s e^(y - m).
+    """Return logp and entropy [T] of states over the complete vocabulary, and m and s [2, T] with p = s e^(y - m).
 
-    m is the maximum of the logits y. With their logsumexp instead, rounding would matter more: at logits of 16, the
+    m is the maximum of the logits y. If m were their logsumexp, rounding errors would be larger: at logits of 16, the
     gradient of a likely token, 1 - p, would have an error of 1e-6 instead of 1e-7.
     """
     log_sum_T = state_4T[SUM].log()
@@ -211,7 +220,7 @@ def results_of(state_4T: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, tor
 
 
 def is_top(state_4T: torch.Tensor) -> torch.Tensor:
-    """Return 1 for rows whose target has the largest logit, else 0, [T], from complete states."""
+    """Return 1 for rows whose target has the largest logit, else 0, [T]. The states cover the complete vocabulary."""
     return (state_4T[TARGET] >= state_4T[MAX]).to(state_4T.dtype)
 
 
@@ -233,7 +242,7 @@ class _LinearLogprob(torch.autograd.Function):
         logp_T, entropy_T, norm_2T = results_of(state_4T, with_entropy)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, norm_2T, entropy_T)
         ctx.job = job
-        ctx.set_materialize_grads(False)  # so the gradient of an unused output is None
+        ctx.set_materialize_grads(False)  # With this setting, the gradient of an unused output is None.
         if top:
             top_T = is_top(state_4T)
             ctx.mark_non_differentiable(top_T)
@@ -243,7 +252,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
-        """Return the gradients of hidden [T, D] and weight [V, D] that are needed; compute the logits again."""
+        """Compute the logits again; return the gradients of hidden [T, D] and weight [V, D], None if not needed."""
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if (grad_logp_T is None and grad_entropy_T is None) or not (need_hidden or need_weight):
             return (None,) * 6
@@ -253,8 +262,8 @@ class _LinearLogprob(torch.autograd.Function):
             grad_logp_T = torch.zeros_like(norm_2T[0])
         sums = Gradients(job.blocks, hidden_TD, weight_VD, (need_hidden, need_weight), job.vocabulary, job.dtype)
         operations = job.operations(hidden_TD)
-        # The logits are as exact as in forward: if they were rounded to bf16, probabilities could sum to e^0.06 at
-        # logits of 30.
+        # These logits are as exact as in forward. If they were rounded to bf16, the probabilities of a row could sum to
+        # e^0.06 instead of 1 at logits of 30.
         for rows, columns, logits_CV in job.blocks.products(hidden_TD, weight_VD):
             spare_CV = sums.workspace(logits_CV)
             gradient_CV = operations.logit_gradient(

@@ -1,4 +1,4 @@
-"""Computes logp and entropy from given logits. Shapes: T tokens, V vocabulary (this rank's part of it)."""
+"""Computes logp and entropy from given logits. Shapes: T tokens, V tokens in this rank's part of the vocabulary."""
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,20 @@ def token_logprob(
     """Return the log-probability of each target and the entropy of its distribution, in one pass over the logits.
 
     Args:
-        logits_TV: logits in float16, bfloat16, float32 or float64, with any stride of rows; -inf excludes a token.
+        logits_TV: logits in float16, bfloat16, float32 or float64, with any strides. A logit of -inf excludes a token.
         targets_T: token ids, int64 in [0, vocabulary).
         temperature: a number, or floats [T]; it gets no gradient.
         entropy: whether to return the entropy.
         softcap: as in `linear_logprob`; None for no cap.
         group: ranks that divide the vocabulary, as in `linear_logprob`.
-        valid_vocab: number of first columns of the complete vocabulary that count.
-        inplace_backward: write the gradient over the logits, which saves memory of the logits' size. torch raises an
-            error if another part of the graph still needs the logits.
+        valid_vocab: only the first `valid_vocab` columns of the complete vocabulary are used; None for all.
+        inplace_backward: whether backward writes the gradient over the logits, which saves a second tensor of their
+            size. torch raises an error if another part of the graph still needs the logits.
         backend: `triton` or `torch`, as in `linear_logprob`.
 
     Returns:
-        logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 logits. Both are differentiable
-        once in the logits.
+        logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 logits. Both have first
+        derivatives only, by the logits.
 
     Raises:
         ValueError: as in `linear_logprob`.
@@ -55,13 +55,16 @@ def token_logprob(
     check_values(targets_T, temperature, vocabulary.total)
     scale_T = scale_of(temperature, len(logits_TV), wide(logits_TV), logits_TV.device)
     if logits_TV.stride(1) != 1 or logits_TV.stride(0) < logits_TV.shape[1]:
-        # A kernel needs adjacent columns. It also needs rows that do not overlap in memory, because it overwrites them.
+        # A kernel needs rows of adjacent columns that do not overlap in memory, because it may overwrite them.
         logits_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format).copy_(logits_TV)
     return _TokenLogprob.apply(logits_TV, targets_T, scale_T, (vocabulary, softcap, backend), entropy, inplace_backward)
 
 
 def _blocks(operations, logits_TV: torch.Tensor, size: int):
-    """Yield (rows, columns, view) of the logits: complete rows for a kernel, blocks of cache size for plain torch."""
+    """Yield blocks of the logits as (rows, columns, view).
+
+    A block for a kernel has all rows, and all of the first `size` columns. A block for plain torch fits into a cache.
+    """
     rows, columns = max(1, len(logits_TV)), max(1, size)
     if isinstance(operations, TorchRows):
         rows = BLOCK_ROWS["cpu"]
@@ -95,7 +98,7 @@ class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
-        """Return the gradient of the logits [T, V], written over them if `inplace`."""
+        """Return the gradient of the logits [T, V]; if `inplace` is true, it is written over the logits."""
         if grad_logp_T is None and grad_entropy_T is None:
             return (None,) * 6
         logits_TV, targets_T, scale_T, norm_2T, entropy_T = ctx.saved_tensors

@@ -1,6 +1,6 @@
 """The kernels' row operations in plain torch, for CPUs and as the reference in tests of the Triton kernels.
 
-A block of logits has C rows and V columns. `vocabulary.py` describes a state and its rows.
+Shapes: a block of logits has C rows and V columns. `vocabulary.py` describes states [4, C].
 """
 
 import torch
@@ -8,24 +8,25 @@ import torch
 from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, rescale_
 
 LOWEST = -1e30
-"""Finite value that replaces a logit of -inf."""
+"""Finite value that replaces a logit of -inf, because 0 * -inf is nan."""
 
 
 class TorchRows:
     """Computes row operations over blocks of logits, in buffers that all blocks share.
 
-    Sharing avoids the page faults of large allocations on a CPU. Autocast does not affect `out=` and in-place calls.
+    Sharing buffers avoids the page faults of large allocations on a CPU. All calls write to `out=` or in place, so
+    autocast does not change their types.
     """
 
     def __init__(self, dtype: torch.dtype):
-        """dtype: type of all computations except matmuls."""
+        """dtype: type in which logits are processed; matmuls keep the type of their inputs."""
         self.dtype = dtype
         self.buffers: dict[str, torch.Tensor] = {}
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
         """Return a copy of the logits that `add_stats_` and `logit_gradient` may overwrite.
 
-        A logit of -inf, which excludes a token, becomes LOWEST, whose probability is 0 too, because 0 * -inf is nan.
+        A logit of -inf, which excludes a token, becomes LOWEST, whose probability is 0 too.
         """
         return self._buffer("logits", logits_CV).copy_(logits_CV).clamp_(min=LOWEST)
 
@@ -38,10 +39,10 @@ class TorchRows:
         softcap: float | None,
         second: str,
     ) -> None:
-        """Add a block of columns to the state of its rows; overwrite the logits.
+        """Update the state of a block's rows by the block's columns; overwrite the logits.
 
-        targets_C: the target's column in this block, or any number outside of [0, V) if the block lacks the target.
-        scale_C: 1 / temperature. second: the number in row SECOND: `entropy`, `collision`, or `` for neither.
+        targets_C: column of each row's target in this block; a number outside of [0, V) if it is in another block.
+        scale_C: 1 / temperature. second: what row SECOND of the state is for: `entropy`, `collision`, or `` for none.
         """
         z_CV = self._scaled(logits_CV, scale_C, softcap)
         here_C = (targets_C >= 0) & (targets_C < z_CV.shape[1])
@@ -68,7 +69,7 @@ class TorchRows:
         softcap: float | None,
         second: str,
     ) -> None:
-        """Round a block of logits into kept_CV; add the exact logits to state_4C and the rounded logits to kept_4C.
+        """Round a block of logits into kept_CV; update state_4C by the exact logits and kept_4C by the rounded ones.
 
         The other arguments are as in `add_stats_`. An implementation may leave row TARGET of kept_4C unset.
         """
@@ -88,10 +89,10 @@ class TorchRows:
         grad_entropy_C: torch.Tensor | None,
         out_CV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the gradient of a block of logits in `dtype`, in a buffer or in the logits' memory; ignore out_CV.
+        """Return the gradient of a block of logits, in `dtype`, in a buffer or in the logits' memory; ignore out_CV.
 
-        norm_2C: normalisers from `results_of`. The gradient is g (onehot - p) - e p (log p + H), times scale_C and the
-        derivative of the softcap, where g and e are the upstream gradients of logp and of the entropy H.
+        norm_2C: the numbers m and s of `results_of`. The gradient is g (onehot - p) - e p (log p + H), times scale_C
+        and the derivative of the softcap, where g and e are the upstream gradients of logp and of the entropy H.
         """
         z_CV = self._scaled(logits_CV, scale_C, softcap)
         slope_CV = None
@@ -115,7 +116,7 @@ class TorchRows:
         return z_CV if slope_CV is None else z_CV.mul_(slope_CV)
 
     def _scaled(self, logits_CV, scale_C, softcap) -> torch.Tensor:
-        """Return soft-capped logits / temperature, in `dtype`."""
+        """Return the logits after softcap and division by the temperature, in `dtype`."""
         same = logits_CV.dtype == self.dtype
         z_CV = logits_CV if same else self._buffer("logits", logits_CV).copy_(logits_CV)
         if softcap is not None:

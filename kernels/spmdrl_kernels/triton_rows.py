@@ -1,9 +1,10 @@
-"""The row operations as two Triton kernels; `reference.py` has the same operations in plain torch, with the formulas.
+"""The row operations as two Triton kernels; `reference.py` has the same operations in plain torch.
 
 A block of logits [C, V] is stored row after row in the matmul's dtype. Both kernels read each logit once and compute in
-fp32 (fp64 for fp64). The code is not specific to CUDA: it uses no inline assembly, vendor library or warp
-specialization, and of `tl` only exp, max and sum. There is no autotuning, because a kernel that works in place must not
-run several times on the same data. Offsets are int64, because rows * columns may exceed 2^31.
+fp32 (fp64 for fp64 logits). The code is not specific to CUDA: it uses no inline assembly, vendor library or warp
+specialization, and its only functions of `tl` on numbers are exp, max and sum. It is not autotuned, because a kernel
+that works in place must not run several times on the same data. Offsets are int64, because rows * columns may exceed
+2^31.
 """
 
 import os
@@ -18,16 +19,18 @@ from spmdrl_kernels.vocabulary import SECOND
 
 SECONDS: dict[str, Any] = {"": 0, "entropy": 1, "collision": 2}
 GRADIENT_BLOCK = 2048
-"""Columns that one program of the gradient kernel processes."""
+"""Maximum number of columns that one program of the gradient kernel processes."""
 STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 2, 4
 STATS_LANES_FP64, STATS_STEPS_FP64 = 256, 2
-"""One program of the stats kernel processes lanes * steps columns at a time; the steps of a lane are in one thread."""
+"""A program of the stats kernel processes up to LANES * STEPS columns at a time; one thread has all steps of a lane.
+
+STATS_WARPS is the number of warps of a program."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
 def _distribution_logits(raw, scale, SOFTCAP: tl.constexpr):
-    """Return y = softcap * tanh(raw / softcap) * scale, and the tanh (undefined without a softcap).
+    """Return y = softcap * tanh(raw / softcap) * scale, and the tanh. Without a softcap y is raw * scale.
 
     tanh(x) = sign(x) (1 - e^(-2|x|)) / (1 + e^(-2|x|)): the exponent is never positive, so nothing overflows.
     """
@@ -44,7 +47,7 @@ def _distribution_logits(raw, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _fold(y, tops, totals, seconds, SECOND: tl.constexpr):
-    """Fold columns y [steps, lanes] into the state of each lane: its maximum m, and sums relative to m.
+    """Return the state of each lane (its maximum m, and sums relative to m), updated by columns y [steps, lanes].
 
     If the maximum rises from m to m', with a = e^(m - m'):
         sum    <- a sum + sum e^(y - m')
@@ -57,7 +60,7 @@ def _fold(y, tops, totals, seconds, SECOND: tl.constexpr):
     shifted = y - risen[None, :]
     e = tl.exp(shifted)
     if SECOND == 1:
-        # The bound avoids 0 * -inf = nan, because e = 0 where y = -inf.
+        # Where y is -inf, e is 0; the lower bound on `shifted` avoids the product 0 * -inf, which is nan.
         seconds = a * (seconds + gap * totals) + tl.sum(e * tl.maximum(shifted, -1e30), axis=0)
     if SECOND == 2:
         seconds = a * a * seconds + tl.sum(e * e, axis=0)
@@ -66,7 +69,7 @@ def _fold(y, tops, totals, seconds, SECOND: tl.constexpr):
 
 @triton.jit
 def _join(state, state_stride, row, tops, totals, seconds, SECOND: tl.constexpr):
-    """Merge the lanes' states into the row's state in memory, which covers earlier columns."""
+    """Merge the lanes' states into the row's state in memory, which so far describes the columns of earlier blocks."""
     top = tl.load(state + row)
     total = tl.load(state + state_stride + row)
     second = tl.load(state + 2 * state_stride + row)
@@ -102,13 +105,13 @@ def _stats_kernel(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Fold a row's columns into its state (max, sum, second, target; see `vocabulary.py`); one program per row.
+    """Update a row's state (max, sum, second, target; see `vocabulary.py`) by its columns; one program for each row.
 
-    Each lane has a separate state, so that threads communicate once per row: reducing over a block of threads at every
-    step took half of the time. Lanes start at the maximum of earlier columns, which `new_state` initializes to a very
-    low number, not to -inf, because -inf - (-inf) is nan.
+    Each lane has a separate state, so that threads communicate only once per row. When threads communicated at every
+    step, this took half of the time. Lanes start at the maximum of earlier columns, which `new_state` initializes to a
+    very low number, not to -inf, because -inf - (-inf) is nan.
 
-    If `kept` is given, the logits are also rounded into it, and the rounded logits are folded into `kept_state`.
+    If `kept` is given, the kernel also rounds the logits into it and updates `kept_state` by the rounded logits.
     """
     row = tl.program_id(0).to(tl.int64)
     dtype = tl.float64 if FP64 else tl.float32
@@ -167,11 +170,11 @@ def _gradient_kernel(
     FP64: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient of BLOCK columns of a row into out, which may be the logits; one program per such block.
+    """Write the gradient of BLOCK columns of a row into out, which may be the logits; one program for each block.
 
-    z = y - max; p = share e^z; dy = g (onehot - p) - e p (z + H'), where H' is the entropy + log share;
-    draw = dy * scale * (1 - tanh^2).
-    Each element is read and written by only one program, so working in place is safe.
+    z = y - max; p = share e^z; dy = g (onehot - p) - e p (z + H'), where H' is the entropy plus log share; the gradient
+    with respect to the raw logits is dy * scale * (1 - tanh^2). Only one program reads and writes an element, so out
+    may be the logits themselves.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -196,10 +199,10 @@ def _gradient_kernel(
 
 
 class TritonRows:
-    """Computes row operations by Triton, with the interface of `TorchRows`."""
+    """Computes row operations by Triton kernels, with the interface of `TorchRows`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        """Check the device. ValueError: the device is a CPU and Triton's interpreter is off."""
+        """dtype: type of computations. ValueError: the device is a CPU and Triton's interpreter is off."""
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("Triton needs a GPU: use backend='torch', or its interpreter (TRITON_INTERPRET=1)")
         self.fp64 = dtype == torch.float64
@@ -209,11 +212,11 @@ class TritonRows:
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, targets_C, scale_C, softcap, second) -> None:
-        """Add a block to a state as `TorchRows.add_stats_` does, but leave the logits unchanged."""
+        """Update a state as `TorchRows.add_stats_` does, but leave the logits unchanged."""
         self._stats(logits_CV, state_4C, None, None, targets_C, scale_C, softcap, second)
 
     def add_rounded_(self, exact_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second) -> None:
-        """Compute `TorchRows.add_rounded_` in one pass."""
+        """Implements `TorchRows.add_rounded_` in one pass over the logits."""
         assert kept_CV.shape == exact_CV.shape and kept_CV.stride(1) == 1 and kept_4C.stride() == state_4C.stride()
         self._stats(exact_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second)
 
@@ -247,7 +250,7 @@ class TritonRows:
     def logit_gradient(
         self, logits_CV, targets_C, scale_C, softcap, norm_2C, entropy_C, grad_logp_C, grad_entropy_C, out_CV=None
     ) -> torch.Tensor:
-        """Write `TorchRows.logit_gradient` into out_CV, in its dtype; by default over the logits."""
+        """Implements `TorchRows.logit_gradient`: write the gradient into out_CV, in its dtype; None for the logits."""
         rows, columns = logits_CV.shape
         out_CV = logits_CV if out_CV is None else out_CV
         if not rows or not columns:

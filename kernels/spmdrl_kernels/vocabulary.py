@@ -1,4 +1,4 @@
-"""Describes the part of the vocabulary on a rank, and sums over the parts of all ranks."""
+"""Describes a rank's part of the vocabulary, and sums results over the parts of all ranks."""
 
 from dataclasses import dataclass
 
@@ -6,32 +6,32 @@ import torch
 import torch.distributed as dist
 
 MAX, SUM, SECOND, TARGET = range(4)
-"""Rows of a state [4, T] over the columns processed so far, where y are logits after softcap and temperature: their
-maximum m; the sum of e^(y-m); the sum of e^(y-m) (y-m) for the entropy, or of e^(2(y-m)) for the collision probability;
-y of the target."""
+"""Indices of the rows of a state [4, T], which summarizes the columns processed so far. With logits y after softcap
+and temperature, the rows are: the maximum m of y; the sum of e^(y-m); the sum of e^(y-m) (y-m) for the entropy, or of
+e^(2(y-m)) for the collision probability; the y of the target."""
 GATHERED = 4 * 2**20
-"""Largest number of elements in one all-gather."""
+"""Maximum number of elements that each rank sends in one all-gather."""
 
 
 def new_state(tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the state [4, tokens] before the first column."""
     state_4T = torch.zeros(4, tokens, dtype=dtype, device=device)
-    # Half of the lowest finite number: differences from it stay finite, and their exp is 0.
+    # The maximum starts at half of the lowest finite number: differences from it stay finite, and their exp is 0.
     state_4T[MAX] = torch.finfo(dtype).min / 2
     return state_4T
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's columns [start, start + size) of `total`: the first `size` rows of its weight."""
+    """This rank's part of a vocabulary of `total` tokens: [start, start + size), in the first rows of its weight."""
 
     start: int
     size: int
     total: int
     group: dist.ProcessGroup | None
     ordered: bool = False
-    """True to sum in the order of ranks. With three or more ranks, the order in which an all-reduce sums depends on an
-    element's position in the buffer."""
+    """True to sum in the order of ranks, for results that do not depend on other rows. With three or more ranks, the
+    order in which an all-reduce sums depends on an element's position in the buffer."""
 
     def merge_(self, state_4T: torch.Tensor, second: str) -> None:
         """Merge the ranks' states into the state of the complete vocabulary, in place, by two collectives."""
@@ -43,7 +43,7 @@ class Vocabulary:
         self.sum_(state_4T[SUM:])
 
     def sum_(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over the group, in place."""
+        """Sum a tensor over the ranks of the group, in place; return it. Collective."""
         if self.group is None or not value.numel():
             return value
         if not self.ordered:
@@ -59,7 +59,7 @@ class Vocabulary:
 
 
 def rescale_(state_4T: torch.Tensor, top_T: torch.Tensor, second: str) -> None:
-    """Rescale the sums of a state to another maximum."""
+    """Make the sums of a state relative to another maximum top_T, in place. second: as in `TorchRows.add_stats_`."""
     gap_T = state_4T[MAX] - top_T
     factor_T = gap_T.exp()
     if second == "entropy":
@@ -77,7 +77,7 @@ def open_vocabulary(
     group: dist.ProcessGroup | None,
     ordered: bool = False,
 ) -> Vocabulary:
-    """Return this rank's part of the vocabulary; parts are in the order of ranks. Collective.
+    """Return this rank's part of the vocabulary, which is divided in the order of ranks. Collective.
 
     rows: number of rows of this rank's weight. ordered: see `Vocabulary`.
 

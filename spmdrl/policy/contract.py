@@ -17,23 +17,26 @@ from spmdrl.weights.reshard import Piece
 
 @dataclass
 class LossResult:
-    """The loss of one micro-batch (a scalar, already divided by global counts), and statistics for the log."""
+    """The loss of one micro-batch, a scalar that is already divided by global counts, and statistics for the log."""
 
     loss: torch.Tensor
     stats: Metrics
 
 
 TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
-"""A loss in which no token depends on another: a function (logp [n], entropy [n], columns of these n rows) -> (loss [n]
-with its final weight, stats), and the columns [T]. The entropy is None if `second` is another number."""
+"""A loss in which no token depends on another, as a function and the columns [T] that it reads. The function maps (logp
+[n], entropy [n], columns of these n rows) to (loss [n] with its final weight, stats). Its entropy is None unless the
+objective's `second` is `entropy`."""
 
 
 HeadFunction = Callable[..., tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]]
-"""Replaces a language model's head if a loss needs more than logp and entropy: a function (states_nD, weight_VD,
-rows_n, divisor, softcap) -> (a scalar loss with gradient, or None; numbers [n, ...] without gradient).
+"""A function that replaces a language model's head, for losses that need more than logp and entropy. It maps
+(states_nD, weight_VD, rows_n, divisor, softcap) to (a scalar loss with gradient, or None; numbers [n, ...] without
+gradient).
 
-states_nD: the states that predict the tokens under the mask; rows_n: the indices of these tokens in [T]. divisor:
-divides the logits; the temperature times the divisor of the model family. softcap: the cap on logits, or None.
+states_nD: the states that predict the tokens under the mask; rows_n: the indices of these tokens in [T]. divisor: the
+number that divides the logits: the temperature times the divisor of the model family. softcap: the cap on logits;
+None for no cap.
 """
 
 
@@ -48,97 +51,97 @@ class OutputHead:
 
 @dataclass
 class Shared:
-    """Values of one optimizer step that all of its micro-batches need; the same on every rank except `active`."""
+    """Values that all micro-batches of one optimizer step need; all but `active` are the same on every rank."""
 
     totals: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
-    """Global denominators."""
+    """Numbers of tokens and episodes over all ranks, by which losses are divided."""
     active: torch.Tensor | None = None
-    """bool [B]: this rank's sequences that contribute to the loss; others are not run. None: all contribute."""
+    """bool [B]: True for this rank's sequences that contribute to the loss; the others are not run. None: all do."""
     on_policy: bool = False
     """True if old_logp was computed with exactly the weights at the start of this step."""
 
 
 Second = Literal["entropy", "collision", "top"]
-"""The number that a language model returns in addition to logp. `entropy`; `collision`: the sum of p squared over the
-vocabulary, without gradient; `top`: 1 if the token is the likeliest one, else 0, without gradient."""
+"""The number that a language model returns for each token in addition to logp. `entropy`: the entropy in nats;
+`collision`: the sum of squared probabilities over the vocabulary, without gradient; `top`: 1 if the token is the
+likeliest one, else 0, without gradient."""
 
 
 MEASURE = -1
-"""Index passed to `Objective.prepare` for a step whose loss is only measured, without training."""
+"""The `index` for `Objective.prepare` if the loss of a step is only measured and no model trains."""
 
 
 class Objective(Protocol):
-    """A loss that trains a model (`objectives/`); its sum is the same for every layout (law 2).
+    """A loss that trains a model (`objectives/`). Its sum does not depend on the layout over ranks (law 2).
 
     A learner calls `prepare` once per optimizer step, then `loss` for each micro-batch.
     """
 
     columns: frozenset[str]
-    """Columns that the batch must have in addition to tokens and mask: `token/<name>` and `seq/<name>`."""
+    """Columns that the batch must have in addition to tokens and mask, as `token/<name>` and `seq/<name>`."""
     temperature: float
     """The temperature that divides logits before logp is computed."""
     second: Second = "entropy"
     """The number that `loss` gets in addition to logp."""
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """Compute the values that the loss needs from all sequences of an optimizer step. Collective over data
-        positions.
+        """Compute the values that the loss needs from all sequences of an optimizer step.
 
-        share: this rank's sequences; `prepare` may add columns to them. index: number of the step within the update,
-        or MEASURE.
+        Collective over data positions. share: this rank's sequences; `prepare` may add columns to them. index: number
+        of the step within the update, from 0, or MEASURE.
         """
         ...
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
         """Return the summed loss of one micro-batch, without communication.
 
-        first_T, second_T: the head's two numbers for each token, with gradient: logp and `second` of a language model,
-        or value and zeros of a critic. shared: the result of `prepare`.
+        first_T, second_T: the head's two numbers for each token, with gradient. For a language model these are logp and
+        `second`, for a critic the value and 0. shared: the result of `prepare`.
         """
         ...
 
     def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | HeadFunction | None:
-        """Return the same loss for a head that computes logp in chunks; None if the loss of a token depends on others.
+        """Return the same loss in a form for heads that compute logp chunk by chunk; None if it depends on whole packs.
 
-        A `HeadFunction` returns the loss and the two numbers that `loss` then receives.
+        If the result is a `HeadFunction`, its numbers are the two that `loss` then receives for the statistics.
         """
         return None
 
 
 Write = Callable[[Path, World], None]
-"""Function of (folder, world whose groups it communicates over) that writes `folder/model` (HF safetensors in
-`--model.dtype`, and the files of `fixed`) and `folder/state` (optimizer state, and float32 weights if `model` rounds
-them). Collective."""
+"""A function of a folder and a world, over whose groups it communicates. It writes `folder/model` (HF safetensors in
+`--model.dtype`, and the files in `Policy.fixed`) and `folder/state` (optimizer state, and float32 weights if those in
+`model` are rounded). Collective."""
 
 Head = Literal["lm", "value", "score", "steps"]
 """The kind of output for each token. `lm`: logp and entropy; `value`: the value of the state before the token; `score`:
-a score of the text up to the token, by a classifier of sequences; `steps`: the same by a classifier of tokens if the
-folder holds one."""
+a score of the text up to the token, by a classifier of sequences; `steps`: a score by a classifier of tokens, or of
+sequences if the folder holds no classifier of tokens."""
 SCORES = ("score", "steps")
-"""Heads that are applied to the state after a token."""
+"""Heads that read the state after a token instead of the state before it."""
 
 
 class Policy(Protocol):
     """A model sharded over ranks. Every method is collective: all ranks call it together."""
 
     version: int
-    """Number of changes of the weights so far. An engine samples only from weights of this version (law 5)."""
+    """How often the weights have changed so far. An engine samples only from weights of this version (law 5)."""
     updates_done: int
     """Number of optimizer steps taken so far."""
     updates_due: int
-    """Number of optimizer steps so far, taken or skipped; the learning rate schedule depends on it."""
+    """Number of optimizer steps so far, including skipped ones; the learning rate schedule depends on it."""
     fixed: dict[str, bytes]
-    """Name -> content of the files in `model/` other than the weights, on rank 0. Computed at the first access, which
-    in a run that saves is at start, and copied into every checkpoint. Raises ValueError."""
+    """Name -> content of the files in a checkpoint's `model/` other than the weights, on rank 0. They are computed at
+    the first access, which is at start in a run that saves. ValueError: transformers cannot write one."""
 
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logp and `second` [T] of a batch in host memory, without gradient; 0 outside the loss mask."""
+        """Return logp and `second` [T] of a batch, in host memory, without gradient; 0 outside the loss mask."""
         ...
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """Return the numbers [T, ...] that a head function computes for a batch, on the host; zeros outside the mask.
+        """Return the numbers [T, ...] of a head function for a batch, in host memory; zeros outside the loss mask.
 
         The tuple is empty if no rank has a sequence. Only the fsdp backend implements `read` and `output_head`.
         """
@@ -149,32 +152,32 @@ class Policy(Protocol):
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return values or scores [T] on the host, without gradient; 0 outside the mask.
+        """Return values or scores [T], in host memory, without gradient; 0 outside the loss mask.
 
         A classifier with L > 1 labels returns [T, L].
         """
         ...
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
-        """Take `steps` optimizer steps; step i uses the sequences whose `batch.seq["update"]` is i.
+        """Take `steps` optimizer steps; step i, from 0, trains on the sequences whose `batch.seq["update"]` is i.
 
         If any step was taken, `version` increases by 1. A step whose gradient is exactly zero is not taken.
         """
         ...
 
     def pieces(self, part: Part = "model") -> list[Piece]:
-        """Return this rank's part of every weight under HF checkpoint names, as views that reflect later updates.
+        """Return this rank's part of every weight under its HF checkpoint name, as views that reflect later updates.
 
-        Names and boxes are the same at every call. part: for a policy with adapters, `model` is the complete model
-        with the adapters merged in (computed at every access), `base` the unmodified model, `adapter` the adapter
-        weights alone.
+        Names and boxes are the same at every call. part: what to return of a policy with adapters. `model`: the
+        complete model with the adapters merged in (computed at every access); `base`: the model without adapters;
+        `adapter`: only the weights of the adapters.
         """
         ...
 
     def take_over(self, other: "Policy", share: float = 1.0) -> None:
-        """Average the weights with those of another policy of the same backend, architecture and layout.
+        """Replace the weights by their average with those of another policy of the same backend and architecture.
 
-        share: weight of the other policy in the average. No communication.
+        Both need the same layout; nothing is communicated. share: weight of the other policy in the average.
         """
         ...
 
@@ -183,29 +186,29 @@ class Policy(Protocol):
         ...
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """Move optimizer state off the device, and the parameters if `parameters` is true; drop the gradients."""
+        """Move optimizer state, and if `parameters` is true also the parameters, off the device; free the gradients."""
         ...
 
     def onload(self) -> None:
-        """Move everything that was offloaded back to the device."""
+        """Move everything that `offload` moved back to the device."""
         ...
 
     def saving(self, copy: bool = False) -> Write:
         """Return a function that writes this model and its optimizer state.
 
-        copy: the function writes a host copy of the current values. It may then run in a thread during training, over
-        the groups of a twin of the policy's world (`spmd.mesh.twin`).
+        copy: whether the function writes a copy in host memory of the current values. If true, it may run in a thread
+        during training, over the groups of a twin of the policy's world (`spmd.mesh.twin`).
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write this model into `folder`."""
+        """Write this model and its optimizer state into `folder`."""
         ...
 
     def checkpoint_bytes(self) -> int:
-        """Estimate how many bytes `save` writes, over all ranks."""
+        """Estimate how many bytes all ranks together write in `save`."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read a folder that `save` wrote under this or another layout."""
+        """Read weights and optimizer state from a folder that `save` wrote under this layout or another one."""
         ...

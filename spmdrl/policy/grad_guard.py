@@ -1,4 +1,4 @@
-"""Numerical guards of an update: non-finite steps, spikes of the gradient norm, the loss scale of float16.
+"""Guards an update against non-finite steps, spikes of the gradient norm, and underflow of gradients in float16.
 
 All decisions depend on values that were reduced over ranks, so every rank makes the same decision (law 1).
 """
@@ -16,34 +16,33 @@ from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import HeadFunction, TokenLoss
 
 WINDOW, LEAST = 32, 8
-"""A spike is a norm far above the median of the last WINDOW norms; the test needs at least LEAST norms."""
+"""A spike is a gradient norm far above the median of the last WINDOW norms. Without LEAST norms, none is a spike."""
 MOST = 3
-"""Largest number of batches that a run stores, separately for spikes and for non-finite steps, because batches are
-large."""
+"""Most batches with a spike that a run stores, and most batches of non-finite steps, because batches are large."""
 
 
 class NonFiniteError(RuntimeError):
-    """Error: a loss or gradient is not finite. The message names the optimizer step."""
+    """The loss or the gradient was not finite in too many steps in a row. The message names the optimizer step."""
 
 
 @dataclass(frozen=True)
 class AnomalousStep:
-    """An optimizer step that `Guard.passes` judges; it is anomalous if its gradient norm spikes or is not finite."""
+    """A step that `Guard.passes` judges. It is anomalous if its norm is a spike, or norm or loss is not finite."""
 
     batch: Batch
-    """This rank's sequences of the step, with every column."""
+    """This rank's sequences of the step, with all of their columns."""
     share: int
-    """Index of the step in its update."""
+    """Index of the step in its update, from 0."""
     updates_done: int
-    """Optimizer steps taken before this one."""
+    """Number of optimizer steps taken before this one."""
     version: int
     norm: float
-    """Norm of the gradient before clipping; may be nan or inf."""
+    """2-norm of the gradient before clipping; it may be nan or inf."""
     loss_finite: bool
     median: float
     """Median of the last gradient norms; nan if there are none."""
     on_policy: bool
-    """`Shared.on_policy` of the step."""
+    """The value of `Shared.on_policy` in this step."""
 
     @property
     def finite(self) -> bool:
@@ -60,12 +59,12 @@ class Guard:
     factor: float
     """The value of `--run.spike-factor`."""
     store: Callable[[AnomalousStep], str] | None = None
-    """Stores an anomalous step and returns a text for messages: how to inspect the step. Collective over the training
-    ranks."""
+    """Function that stores an anomalous step and returns a text on how to inspect it, for messages; None to store
+    nothing. Collective over the training ranks."""
     row: int = 0
-    """Consecutive non-finite steps so far."""
+    """Number of non-finite steps in a row, up to the last step."""
     stored: list[int] = field(default_factory=lambda: [0, 0])
-    """Number of steps stored so far: spikes, non-finite steps."""
+    """Numbers of steps stored so far: steps with a spike, non-finite steps."""
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passes(self, step: AnomalousStep) -> bool:
@@ -102,7 +101,7 @@ class Guard:
         return statistics.median(self.norms) if self.norms else math.nan
 
     def spikes(self, norm: float) -> bool:
-        """Return True if the norm is more than `factor` times the median of the norms before it."""
+        """Return True if the norm is more than `factor` times the median of the last norms."""
         return bool(self.factor) and len(self.norms) >= LEAST and norm > self.factor * self.median
 
     def state(self) -> dict:
@@ -117,7 +116,7 @@ class Guard:
 
 @dataclass
 class LossScale:
-    """The scale of one model's loss for a backward in float16: a power of 2, equal on every rank.
+    """The factor on one model's loss in a float16 backward: a power of 2, the same on every rank.
 
     In float16, gradients below 6e-8 become 0, and gradients above 65,504 become inf. So the loss is multiplied by a
     scale before its backward, and the gradient is divided by the scale in float32 (https://arxiv.org/abs/1710.03740).
@@ -131,15 +130,15 @@ class LossScale:
 
     INTERVAL: ClassVar[int] = 2000
     LEAST: ClassVar[float] = 1.0
-    """Smallest scale. At this scale, another cause makes the gradient non-finite."""
+    """Smallest scale. If the gradient is not finite even at this scale, the scale is not the cause."""
 
     @property
     def can_shrink(self) -> bool:
-        """True if a smaller scale is possible, which may make the gradient finite."""
+        """True if the scale can be halved, which may make the next gradient finite."""
         return self.scale > self.LEAST
 
     def adapt(self, finite: bool) -> None:
-        """Adapt the scale after a step. finite: whether the scaled gradient was finite on all ranks."""
+        """Halve, keep or double the scale after a step. finite: whether the scaled gradient was finite on all ranks."""
         self.clean = self.clean + 1 if finite else 0
         if not finite:
             self.scale = max(self.scale / 2, self.LEAST)
@@ -156,7 +155,7 @@ class LossScale:
 
 
 def scaled(token_loss: TokenLoss | HeadFunction | None, scale: float) -> TokenLoss | HeadFunction | None:
-    """Multiply a loss that is computed in chunks, and thereby its gradient, by the scale.
+    """Return a chunked loss multiplied by the scale, so that its gradient is multiplied too; None remains None.
 
     Raises:
         ValueError: the loss is a `HeadFunction`, which cannot be scaled.

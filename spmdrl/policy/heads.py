@@ -1,7 +1,8 @@
-"""Transformers over packed sequences, each with a head that computes two numbers for every token under the loss mask.
+"""Runs transformers over packed sequences, and applies a head to the hidden states of tokens under the loss mask.
 
-`PackedLM` computes logp and entropy of the sampled token. `PackedScalar` computes one number from the hidden state
-before the token (a critic) or after it (a reward model). A reward model may compute several numbers, one per label.
+`PackedLM` computes logp and entropy of each sampled token. `PackedScalar` computes one number for each token, from the
+hidden state before the token (a critic) or after it (a reward model). A reward model with several labels computes one
+number for each label.
 """
 
 from typing import Any, Literal
@@ -22,19 +23,19 @@ from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 from spmdrl_kernels.linear import wide
 
 Form = Literal["tree", "packed", "apart"]
-"""How the sequences of a pack run. `tree`: in one forward in which shared tokens run once; `packed`: in one forward
-without sharing; `apart`: one forward per sequence, with the attention of transformers. The results are the same;
-`self_check.py` finds the forms that a model supports."""
+"""How the sequences of a pack run. `tree`: in one forward, in which shared tokens run once; `packed`: in one forward
+without sharing; `apart`: in one forward per sequence, with the attention of transformers. All forms have the same
+results; `self_check.py` finds those that a model supports."""
 
 Noise = tuple[torch.Tensor, torch.Tensor]
-"""For each token [T]: a seed (int64), and the bound of the noise on its embedding, times the square root of the
-width."""
+"""Noise on embeddings: for each token a seed, int64 [T], and the bound of its noise times the square root of the
+width, [T]."""
 
 
 def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
-    """Return uniform noise for embeddings [1, n, D] as in NEFTune (https://arxiv.org/abs/2310.05914).
+    """Return uniform noise for the embeddings [1, n, D] of a slice, as in NEFTune (https://arxiv.org/abs/2310.05914).
 
-    A token gets the same noise in every layout.
+    A token's noise depends on its seed only, so it is the same in every layout.
     """
     seed_T, scale_T = (part.mine(x.to(like.device)) for x in noise)
     width = torch.arange(like.shape[-1], device=like.device)
@@ -43,7 +44,7 @@ def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tenso
 
 
 class Packed(nn.Module):
-    """A HF model that runs packs; its subclasses apply a head to the states of the tokens under the loss mask.
+    """A HF model that runs packs; subclasses apply a head to the states of the tokens under the loss mask.
 
     The HF model is the attribute `hf`, so parameter names are the HF names with the prefix `hf.`.
     """
@@ -53,7 +54,7 @@ class Packed(nn.Module):
     def __init__(
         self, hf: nn.Module, attention: str = "auto", group: dist.ProcessGroup | None = None, share: bool = False
     ):
-        """group: ranks that divide a pack's tokens (`attention/ulysses.py`). share: run shared prompts once."""
+        """attention: as `--policy.attention`. group: ranks that divide a pack. share: run shared prompts once."""
         super().__init__()
         self.hf, self.attention, self.group = hf, attention, group
         self.form: Form = "tree" if share else "packed"
@@ -71,15 +72,15 @@ class Packed(nn.Module):
         begins_B: torch.Tensor | None = None,
         runs: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
-        """Return the indices of the tokens under the mask in this rank's slice, int64 [n]; their states [n, D]; the
-        slice.
+        """Run a pack; return the indices of tokens under the mask in this rank's slice, int64 [n], their states [n, D],
+        and the slice.
 
-        tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: return the state before a token, which
-        predicts it, instead of the state after it. experts_TLK: [T, L, K], experts that routers must choose; where it
-        is FREE (-1), the router chooses (`hub/routing.py`). noise: added to the embeddings; not possible with shared
-        prompts. begins_B: bool [B], False for a further path of the previous episode (`data/tree.py`); None: there
-        are no further paths. runs: number of forwards in the form `apart`, at least B. All ranks that shard the
-        weights must run the same number, because each forward all-gathers them.
+        tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: whether to return the state before a token,
+        which predicts it, instead of the state after it. experts_TLK: [T, L, K], experts that routers must choose; -1
+        (FREE) lets the router choose (`hub/routing.py`). noise: is added to the embeddings; not possible with shared
+        prompts. begins_B: bool [B], False for a further path of the episode before it (`data/tree.py`); None: no
+        episode has several paths. runs: number of forwards in the form `apart`, at least B. All ranks that shard the
+        weights must run the same number, because each forward all-gathers the weights.
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
@@ -102,7 +103,7 @@ class Packed(nn.Module):
         part = TokenSlice(sum(lengths), self.group)
         packing = Packing(lengths, parents, device, self.attention, part)
         if experts_TLK is not None:
-            # Padding becomes FREE: routers choose the experts of padding tokens.
+            # `mine` pads with 0, so the shift by FREE pads with FREE: routers choose the experts of padding tokens.
             packing.experts = part.mine(experts_TLK.to(device) - FREE) + FREE
         ids = part.mine(tokens_T.to(device))[None]
         given: dict[str, Any] = {"input_ids": ids}
@@ -118,7 +119,7 @@ class Packed(nn.Module):
         return rows[here].to(device), states.index_select(0, at.to(device)), part
 
     def _apart(self, tokens_T: torch.Tensor, lengths: list[int], noise: Noise | None, runs: int) -> torch.Tensor:
-        """Return the states [T, D] of sequences that run one by one in plain forwards of the HF model."""
+        """Return the states [T, D] of a pack whose sequences run one by one in plain forwards of the HF model."""
         given: list[dict[str, torch.Tensor]] = [{"input_ids": ids[None]} for ids in tokens_T.split(lengths)]
         if noise is not None:
             embedded = self.hf.get_input_embeddings()(tokens_T)[None]
@@ -126,7 +127,7 @@ class Packed(nn.Module):
             given = [{"inputs_embeds": part} for part in embedded.split(lengths, 1)]
         states = [self.hf.base_model(**each, use_cache=False).last_hidden_state[0] for each in given]
         for _ in range(runs - len(lengths)):
-            # No row of this forward is used, but its backward runs, as on ranks with more sequences.
+            # No state of this forward is used, but its backward must run, because ranks with more sequences run theirs.
             states.append(self.hf.base_model(input_ids=tokens_T[None, :2], use_cache=False).last_hidden_state[0, :0])
         return torch.cat(states)
 
@@ -140,20 +141,20 @@ class Packed(nn.Module):
         return self.hf.base_model(input_ids=ids_n[None], use_cache=False).last_hidden_state
 
     def off(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return the difference of this module's head from the HF model's on one sequence, float64 [m].
+        """Compare this module's head with that of the HF model on one sequence: relative differences, float64 [m].
 
-        An element is the difference between the two heads' numbers for a token, relative to the spread of numbers.
+        An element is the difference of the two heads' numbers for a token, divided by the spread of the numbers.
         """
         states, logits = self.plain(ids_n)[0], self.hf(input_ids=ids_n[None], use_cache=False).logits
         return self._distance(states, logits[0] if logits.dim() == 3 else logits, ids_n)
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """Compare the head's numbers for these states with the HF model's logits of all tokens or of the last token."""
+        """Return the result of `off`. logits_mV: the HF model's logits of all tokens, or of the last token only."""
         raise NotImplementedError
 
 
 def stand_in() -> Batch:
-    """Return a dummy batch for a rank without sequences, which other ranks need in collectives; its loss is 0."""
+    """Return a dummy batch for a rank without sequences, which must take part in collectives; its loss is 0."""
     token = {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.tensor([False, True])}
     return Batch(torch.tensor([2]), token)
 
@@ -185,12 +186,15 @@ def sampled(
 
 
 def softcap_of(config: Any) -> float | None:
-    """Return the cap on logits in a model's config (as in Gemma 2), or None."""
+    """Return the cap on logits in a model's config (as in Gemma 2); None if it has no cap."""
     return getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
 def divisor_of(config: Any) -> float:
-    """Return the config's divisor of logits (Granite), divided by its multiplier (Cohere, Falcon-H1, HyperCLOVA X)."""
+    """Return the number by which a model divides its logits.
+
+    It is the config's divisor (Granite), divided by its multiplier (Cohere, Falcon-H1, HyperCLOVA X); each may be 1.
+    """
     scaling = getattr(config, "logits_scaling", None) or 1.0
     if config.model_type == "hyperclovax":
         scaling = 1 / scaling
@@ -200,7 +204,7 @@ def divisor_of(config: Any) -> float:
 
 
 class PackedLM(Packed):
-    """HF causal LM whose forward returns logp and entropy of the sampled tokens, never logits [T, V]."""
+    """A HF causal LM whose forward returns logp and entropy of the sampled tokens, without storing logits [T, V]."""
 
     def __init__(self, hf: nn.Module, *args: Any, **kwargs: Any):
         """Build the module; arguments as in `Packed`."""
@@ -220,19 +224,19 @@ class PackedLM(Packed):
     ) -> tuple[torch.Tensor, ...]:
         """Return logp and `second` [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
-        mask_T: must be False on the first token of each sequence. token_loss: if given, a third element is the loss of
-            this rank's rows, a scalar with gradient, and the other two have no gradient; a `HeadFunction` computes all
-            of them. more: further arguments of `run`.
+        mask_T: must be False on the first token of each sequence. token_loss: if given, a third result is the loss of
+            this rank's rows, a scalar with gradient, and the first two have no gradient. A `HeadFunction` computes all
+            three. more: further arguments of `run`.
         """
-        # The state before a token predicts it. Rows outside the loss mask never reach the head.
+        # The head gets the states that predict the tokens under the loss mask, and no other rows.
         rows, states, part = self.run(tokens_T, lengths_B, mask_T, True, **more)
         tokens, targets = len(tokens_T), tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
-        # The states of Mamba are float32, because it accumulates the outputs of its layers in float32.
+        # Mamba models sum the outputs of their layers in float32, so their states must be cast to the head's type.
         states = states.to(weight.dtype)
         if callable(token_loss):
             loss, outputs = token_loss(states, weight, rows, divisor, self.softcap)
-            # Each is summed separately, because they differ in type and width.
+            # Each result is summed over ranks separately, because the results differ in type and width.
             numbers = tuple(part.total(at_rows(rows, number, tokens))[0] for number in outputs)
             return numbers if loss is None else (*numbers, loss)
         if token_loss is None:
@@ -247,7 +251,7 @@ class PackedLM(Packed):
         return *part.total(*(at_rows(rows, x, tokens) for x in numbers)), loss
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """Compare the logp of all tokens but the first, in standard deviations of the logits."""
+        """Implements `Packed._distance`: differences in logp of all tokens but the first, in deviations of logits."""
         theirs_nV, targets = logits_mV[:-1].double(), ids_n[1:]
         weight = self.hf.get_output_embeddings().weight
         states = states_nD[:-1].to(weight.dtype)
@@ -257,13 +261,13 @@ class PackedLM(Packed):
 
 
 class PackedScalar(Packed):
-    """HF classifier of sequences or tokens that is evaluated at every token under the mask: a critic or a reward model.
+    """A critic or reward model: a HF classifier of sequences or tokens, applied at every token under the loss mask.
 
-    Its head is a linear layer named `score`, as in published reward models.
+    Its head is a linear layer with the name `score`, as in published reward models.
     """
 
     def __init__(self, hf: nn.Module, *args: Any, after: bool = False, **kwargs: Any):
-        """after: use the state after the token (a reward model) instead of the state before it (a critic)."""
+        """after: use the state after a token (reward model) instead of the state before it (critic)."""
         super().__init__(hf, *args, **kwargs)
         self.after = after
 
@@ -276,9 +280,10 @@ class PackedScalar(Packed):
         second: Second = "entropy",
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of each token under the mask, [T] (float32, float64 for float64 models), and zeros [T].
+        """Return the head's number for each token, [T] (float32, float64 for float64 models), and zeros [T].
 
-        With L > 1 labels both are [T, L]. temperature and second have no effect. more: further arguments of `run`.
+        Numbers outside the mask are 0. With L > 1 labels both results are [T, L]. temperature and second have no
+        effect. more: further arguments of `run`.
         """
         rows, states, part = self.run(tokens_T, lengths_B, mask_T, not self.after, **more)
         value = self.hf.score(states)
@@ -287,6 +292,6 @@ class PackedScalar(Packed):
         return value_T, value_T.detach() * 0
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """Compare the numbers; a HF classifier of sequences has them for the last token only."""
+        """Implements `Packed._distance`; a HF classifier of sequences has numbers for the last token only."""
         ours = self.hf.score(states_nD)
         return (ours[-len(logits_mV) :] - logits_mV).abs().amax(1).double() / (ours.abs().max() + 1e-6)

@@ -1,4 +1,4 @@
-"""Describes a reward model that a file configures: names and weights of its labels, and its tokenizer."""
+"""Describes a reward model that a file configures: the names and weights of its labels, and its tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,41 +13,42 @@ from spmdrl.hub.tokenizer import differing_tokens
 from spmdrl.weights.folder import Tensors
 
 ALONE = "model"
-"""Name of a model's only score if its config does not name it."""
+"""Name of the score of a model with a single score, if the model's config does not name it."""
 STEPS = "steps"
-"""Name of the number of steps in metrics and samples; no label may have it."""
+"""Name under which metrics and samples have the number of steps; no label may have this name."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
 SEVERAL = "several labels need weights from a file: use --reward.model rm.yaml with a path in it (docs/rewards.md)"
 ONE = "only one is supported: use a classifier with one label"
-"""Endings of messages about the number of labels: for a model with a file, for one without, for a cost model."""
+"""Endings of messages about a wrong number of labels: for a model that a file describes, for a model without a file,
+for a cost model."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The scores that a classifier computes for a token, and how they are used."""
+    """The scores that a reward model computes for a token, and how the reward is made of them."""
 
     names: tuple[str, ...]
-    """Names of the scores."""
+    """Names of the scores, in the order of the model's outputs."""
     weights: tuple[float, ...]
-    """Factor of each score in the reward."""
+    """Factor of each score in the sum that is the reward."""
     outputs: int
-    """Number of outputs that the model computes for a token."""
+    """Number of outputs that the model computes for a token: one per score, or two if `probability` is true."""
     probability: bool
-    """True if the only score is the probability of the second of two outputs, as in process reward models."""
+    """True if the only score is the softmax probability of the second of two outputs, as in process reward models."""
     own_tokens: bool
     """True if texts are encoded with the model's tokenizer instead of the policy's."""
     note: str
-    """A line for the log: which tokenizer is used, and why."""
+    """A line for the log that says which tokenizer is used, and why."""
     positions: int
-    """Largest number of tokens that the model can read; 0: unknown."""
+    """Most tokens of a text that the model can read; 0 if unknown."""
     pad: int | None
-    """The padding token, which transformers skips at the end of a sequence; None: the config names none."""
+    """Id of the padding token, which transformers skips at the end of a sequence; None if the config names none."""
 
 
 def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels:
     """Return the labels of the reward model that a file describes.
 
-    policy: path of the policy, as `--model.path`.
+    policy: path of the policy, in a form that `--model.path` accepts.
 
     Raises:
         ValueError: file, folder and labels do not fit together; the message names the change to make.
@@ -67,14 +68,14 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
 
 
 def positions_of(config: Any) -> int:
-    """Return the largest number of tokens that a model can read, from its transformers config; 0: unknown."""
+    """Return the most tokens of a text that a model can read, by its transformers config; 0 if unknown."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def check_head(folder: Path, source: str, labels: int, wrong: str) -> None:
     """Raise ValueError unless the weights in a folder have a classifier's head for this number of labels.
 
-    source: beginning of the messages. wrong: ending of the message about another number of labels.
+    source: beginning of the messages. wrong: ending of the message for a head with another number of labels.
     """
     with plain_errors(folder):
         tensors = Tensors(folder)
@@ -89,12 +90,12 @@ def check_head(folder: Path, source: str, labels: int, wrong: str) -> None:
 
 
 def check_alone(path: str, flag: str, trust_remote_code: bool = False) -> None:
-    """Raise ValueError unless a classifier that no file describes computes one number. path: as `--model.path`."""
+    """Raise ValueError unless the classifier at `path`, which no file describes, computes a single number."""
     check_head(resolve(path, trust_remote_code), f"{flag} {path}", 1, SEVERAL if flag == FLAG else ONE)
 
 
 def _weighed(classifier: ClassifierConfig, file: str, config: Any) -> tuple[tuple[str, ...], tuple[float, ...], bool]:
-    """Return names and weights of the scores, and True if the only score is a probability."""
+    """Return the names and the weights of the scores, and whether the only score is a probability (`Labels`)."""
     count, source = config.num_labels or 1, f"{FLAG} {file}: "
     names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(count))
     named = not any(name in ("", f"LABEL_{i}") for i, name in enumerate(names)) and len(set(names)) == count

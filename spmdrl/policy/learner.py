@@ -1,4 +1,4 @@
-"""Updates a model on any backend: splits batches into steps and micro-batches, and applies numerical guards."""
+"""Updates a model of any backend: splits batches into steps and micro-batches, and skips non-finite steps."""
 
 import math
 from functools import cached_property
@@ -27,7 +27,7 @@ from spmdrl.weights.reshard import Piece, catalogue
 
 
 class SummedLoss:
-    """Wraps an objective and sums the losses of its micro-batches in `total`."""
+    """An objective that also adds the loss of every micro-batch to the tensor `total`."""
 
     def __init__(self, objective: Objective, total: torch.Tensor):
         self.objective, self.total = objective, total
@@ -42,14 +42,14 @@ class SummedLoss:
 
 
 class Learner:
-    """The part of `Policy` (`contract.py`) that backends share; a backend implements the methods at the end."""
+    """The part of `Policy` (`contract.py`) that all backends share; a backend implements the methods at the end."""
 
     hf_config: Any
     """The transformers configuration with which the model was built."""
     can_share = False
-    """True if `--policy.share-prompts` has an effect; see `share`."""
+    """True if the backend can run a prompt once for all its samples (`--policy.share-prompts`)."""
     keeps_masters = False
-    """True if the optimizer state includes the weights even if `model/` stores them without rounding."""
+    """True if saved optimizer state always includes the weights, even if `model/` stores them without rounding."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class Learner:
 
         Args:
             cfg: the run's settings.
-            world: ranks and their axes.
+            world: the ranks of the run, and the axes of their mesh.
             total_updates: number of optimizer steps in the run, for the learning rate schedule.
             trainable: False for a frozen model, which is stored in the compute type and has no optimizer.
-            path: as `--model.path`; empty means `--model.path`.
+            path: path of the model, in a form that `--model.path` accepts; empty means the value of `--model.path`.
             head: a `contract.Head`; a `value` head that the folder lacks starts at 0.
-            optimizer: its settings; None means those of the policy, `cfg.optimizer`.
+            optimizer: settings of the optimizer; None means those of the policy, `cfg.optimizer`.
             routing_replay: send tokens to the experts in `token["experts"]` (`hub/routing.py`).
             adapt: train only the adapters of `cfg.lora`, if its rank is not 0 (`fsdp/lora.py`).
             labels: number of outputs that a `score` or `steps` head computes for a token.
@@ -91,17 +91,17 @@ class Learner:
         self.folder = resolve(path or cfg.model.path, cfg.model.trust_remote_code)
         self.blocks = fp8_blocks(self.folder)
         self.share = False
-        """Samples of a prompt are packed together, and the prompt runs once for all of them."""
+        """True if the samples of a prompt are packed together, and the prompt runs once for all of them."""
         self.multiple = 1
-        """The number of micro-batches must be a multiple of this."""
+        """The backend needs a number of micro-batches that is a multiple of this number."""
         self.compute = self.stored = DTYPES[cfg.model.dtype]
-        """Types of the forward and of the weights in a checkpoint."""
+        """The types of the forward and of the weights in a checkpoint."""
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
-        """Type of gradients, of the optimizer's moments, and of the tensors that `logprobs` returns."""
+        """Type of master weights, gradients, the optimizer's moments, and the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
         self.loss_scale = LossScale() if self.compute == torch.float16 else None
-        """Scale of the loss inside `gradient`, which returns the unscaled gradient; None unless the forward is
-        float16."""
+        """Factor on the loss in the backward of `gradient`, which divides the gradient by it; None unless the forward
+        is in float16."""
         self.away: list[Parked] = []
         self.parameters_away = False
         self.build(trainable, path or cfg.model.path, routing_replay, adapt and cfg.lora.rank > 0, average)
@@ -145,10 +145,11 @@ class Learner:
         return self.logprobs(batch, 1.0)[0]
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
-        """Implements `Policy.update`; skip and count steps whose loss or gradient is not finite (`updates_nonfinite`).
+        """Implements `Policy.update`; steps whose loss or gradient is not finite are skipped.
 
-        Of skipped steps only loss, grad_norm and lr are logged. In float16, a step with an infinite gradient that a
-        smaller loss scale may avoid is skipped and counted separately (`updates_overflowed`), and the scale is halved.
+        The metric `updates_nonfinite` counts them, and only their loss, grad_norm and lr are logged. In float16, a
+        smaller loss scale may make an infinite gradient finite. Such a step is skipped and counted separately
+        (`updates_overflowed`), and the scale is halved.
 
         Raises:
             NonFiniteError: on every rank, after `--optimizer.bad-steps` non-finite steps in a row.
@@ -164,18 +165,18 @@ class Learner:
             stats = self.gradient(micros, summed, shared)
             finite = self._optimizer_step(metrics, share, index, summed.total, shared.on_policy)
             if finite:
-                # The loss of a step is a sum over its tokens; the logged loss is the mean over steps.
+                # The losses of micro-batches add up to a step's loss; the logged loss is the mean over the steps.
                 stats.scale_sum("loss", 1 / steps)
                 metrics.merge(stats)
             else:
                 metrics.add_sum("loss", math.nan)
             metrics.add_sum("microbatches", len(micros) / self.world.data_size)
-        # If no step was taken, the engine already has exactly these weights.
+        # The version changes only if a step was taken; otherwise the engine already has exactly these weights.
         self.version += self.updates_done > before
         return metrics
 
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
-        """Take one guarded optimizer step; return False if it was not finite. loss: loss of this rank's sequences."""
+        """Take or skip one optimizer step; return False if it was not finite. loss: loss of this rank's sequences."""
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
@@ -183,12 +184,12 @@ class Learner:
         facts = self.updates_done, self.version, norm, not bad, self.guard.median, on_policy
         overflowed, scale = False, self.loss_scale
         if scale is not None and not bad:
-            # A smaller scale may make the gradient finite.
+            # If the loss scale can be smaller, the gradient may have overflowed because of the scale.
             overflowed = not math.isfinite(norm) and scale.can_shrink
             scale.adapt(math.isfinite(norm))
         finite = overflowed or self.guard.passes(AnomalousStep(share, index, *facts))
         if finite and not overflowed and norm > 0:
-            # A step with a zero gradient leaves weights and moments unchanged.
+            # If the gradient is exactly zero, no step is taken, so that weights and moments stay unchanged.
             self.step(lr, norm)
             self.updates_done += 1
         self.updates_due += 1
@@ -209,7 +210,7 @@ class Learner:
         return {owner: storage_bytes(tensors, device) for owner, tensors in self.tensors_by_owner().items()}
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """Implements `Policy.offload`; on a CPU, `host` moves nothing."""
+        """Implements `Policy.offload`; on a CPU, the place `host` moves nothing."""
         if not moves(place, self.world.device):
             return
         self.reshard()
@@ -249,7 +250,7 @@ class Learner:
             own.copy_((1 - share) * own + share * source if mixes else source)
 
     def checkpoint_bytes(self) -> int:
-        """Implements `Policy.checkpoint_bytes`: count weights, moments and separate master weights."""
+        """Implements `Policy.checkpoint_bytes`: count weights, the optimizer's moments and saved master weights."""
         trains = self.total_updates > 0
         adapted = trains and self.cfg.lora.rank > 0 and getattr(self, "adapters", None) is not None
         parts: list[Part] = ["base", "adapter"] if adapted else ["base"]
@@ -261,7 +262,7 @@ class Learner:
     # ── methods of a backend ─────────────────────────────────────────────────
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """Build the model, read its weights and create the optimizer; arguments as in the constructor, resolved."""
+        """Build the model, read its weights and create the optimizer; arguments as in the constructor, never empty."""
         raise NotImplementedError
 
     def pieces(self, part: Part = "model") -> list[Piece]:
@@ -275,19 +276,19 @@ class Learner:
         raise NotImplementedError
 
     def reshard(self) -> None:
-        """Free parameters that a forward gathered; do nothing in a backend that gathers none."""
+        """Free parameters that a forward gathered from other ranks; do nothing in a backend that gathers none."""
 
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Any:
-        """Yield the head's two tensors [T] or the results of `function` for each micro-batch, without gradient.
+        """Yield for each micro-batch, without gradient, the head's two tensors [T] or the results of `function`.
 
         Collective.
         """
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Compute the gradient summed over micro-batches and data positions; return loss statistics. Collective."""
+        """Compute the gradient, summed over micro-batches and data positions; return loss statistics. Collective."""
         raise NotImplementedError
 
     def gradient_norm(self) -> float:
@@ -295,8 +296,8 @@ class Learner:
         raise NotImplementedError
 
     def step(self, lr: float, norm: float) -> None:
-        """Take one optimizer step with the gradient scaled down to `--optimizer.clip-grad-norm`. Collective."""
+        """Take an optimizer step, with the gradient of norm `norm` clipped to the norm in the settings. Collective."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Free the gradient; do nothing in a backend whose `gradient` starts from zero."""
+        """Free the gradient; do nothing in a backend whose `gradient` sets it to zero first."""

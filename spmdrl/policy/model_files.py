@@ -1,4 +1,4 @@
-"""Prepares the files other than weights for checkpoints when a run starts, so that errors appear before training."""
+"""Prepares the files of checkpoints other than weights when a run starts, so that errors appear before training."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -14,12 +14,11 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
 COPIED = "*processor_config.json"
-"""Pattern of files of a language model that are copied unchanged, because transformers may not write what it can
-read."""
+"""Pattern of a language model's files that are copied unchanged, because transformers may be unable to write them."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
-    """Return name -> content of the configuration, the tokenizer and the files copied from the model's folder.
+    """Return name -> content of the files of a checkpoint: configuration, tokenizer, files copied from `source`.
 
     The tokenizer gets the chat template with which the job renders dialogues. The generation config gets the tokens
     that end a turn in this template, so that any engine stops where the model was trained to stop. A critic or reward
@@ -34,7 +33,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     trust = cfg.model.trust_remote_code
     config = deepcopy(config)
     config.dtype = dtype
-    # Do not save this attribute, in which transformers stores the path of the loaded weights.
+    # transformers stores the path of the loaded weights in this attribute, which must not be saved.
     vars(config).pop("transformers_weights", None)
     tokenizer = load_tokenizer(source if has_tokenizer(source) else resolve(cfg.model.path, trust), trust)
     template = job_template(cfg, tokenizer)
@@ -43,10 +42,10 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     with TemporaryDirectory() as name:
         away = Path(name)
         try:
-            # Not save_pretrained, which refuses the sampling parameters that a config.json may contain.
+            # save_pretrained is not used, because it refuses the sampling parameters that a config.json may contain.
             config.to_json_file(away / "config.json")
             tokenizer.save_pretrained(away)
-        except Exception as error:  # transformers raises exceptions of many types
+        except Exception as error:  # transformers raises exceptions of many types.
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
                 f"{source}: checkpoints of this model cannot be saved, because transformers cannot write the "

@@ -1,4 +1,4 @@
-"""Builds the models that an algorithm needs, each from its path and on its ranks."""
+"""Builds the models that an algorithm needs, each from the folder at its path and on the ranks that run it."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ ALIGN = "; or let the teacher read the student's text: --distill.align uld"
 
 
 def backend(name: str) -> Any:
-    """Return the class `FsdpPolicy` or `MegatronPolicy`; both take the same arguments."""
+    """Return the class of a backend, `FsdpPolicy` or `MegatronPolicy`; both take the same arguments."""
     if name == "megatron":
         from spmdrl.policy.megatron.policy import MegatronPolicy
 
@@ -47,31 +47,32 @@ class Models:
     """The policy and the other models of a run. A model is None if it is not needed or not on this rank.
 
     Models that train are on the training ranks. Frozen models are on the training ranks too, or on separate scoring
-    ranks. In the second case both have a `RemotePolicy`: training ranks send requests, scoring ranks answer them.
+    ranks. With scoring ranks, training and scoring ranks have a `RemotePolicy` for each frozen model: training ranks
+    send requests, and scoring ranks answer them.
     """
 
     policy: Any
     """The trained `Policy`; None on a rank that does not train."""
     reference: Policy | None = None
-    """The reference of the KL term; in distillation, the teacher."""
+    """The reference of the KL term; in distillation, the first teacher."""
     critic: Policy | None = None
     cost_critic: Policy | None = None
     process: Policy | None = None
-    """PRIME's implicit process reward model, a language model."""
+    """The implicit process reward model of PRIME, which is a language model."""
     process_reference: Policy | None = None
     reward_model: Policy | None = None
     cost_model: Policy | None = None
     labels: Labels | None = None
-    """The labels of the reward model; None: no file describes the model."""
+    """The labels of the reward model; None if no file describes the model."""
     reading: Any = None
-    """How the reward model scores responses (`rl/reading.py`); None: by the score at the last token."""
+    """How the reward model scores responses (`rl/reading.py`); None for the score at a response's last token."""
     cost_reading: Any = None
-    """How the cost model scores responses, as `reading`."""
+    """How the cost model scores responses, in the form of `reading`."""
     teachers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further teachers in distillation, by name; the first teacher is `reference`."""
+    """The teachers of distillation other than the first one (`reference`), by name."""
 
     def named(self) -> Iterator[tuple[str, Policy]]:
-        """Yield the models of this rank with their names; a model with two roles appears once."""
+        """Yield (name, model) of each model on this rank; a model with two roles appears once."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         seen: dict[int, str] = {}
         for name, model in (fields | self.teachers).items():
@@ -81,39 +82,39 @@ class Models:
                 yield name, model
 
     keep_reference = False
-    """True if checkpoints include the reference, because it is refreshed during the run."""
+    """True if checkpoints include the reference, because it takes over the policy's weights during the run."""
 
     def saved(self) -> dict[str, Policy]:
-        """Return the models, other than the policy, that checkpoints include, by name."""
+        """Return name -> model of the models that checkpoints include, without the policy."""
         reference = {"reference": self.reference} if self.keep_reference and self.reference else {}
         return self.trained() | reference
 
     def trained(self) -> dict[str, Policy]:
-        """Return the models that train, except the policy, by name."""
+        """Return name -> model of the models that train, without the policy."""
         return {name: m for name, m in self.named() if name in ("critic", "cost_critic", "process")}
 
     def learning(self) -> dict[str, Any]:
-        """Return the models that train, including the policy, by name; empty on a rank that does not train."""
+        """Return name -> model of the models that train, with the policy; empty on a rank that does not train."""
         return self.trained() | ({"policy": self.policy} if self.policy else {})
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The path of one model of a run, and how it trains."""
+    """The path of one model of a run, and whether and how fast it trains."""
 
     flag: str
-    """The flag that sets its path."""
+    """The flag that sets the model's path."""
     path: str
-    """A path as in `--model.path`; empty means `--model.path` itself."""
+    """The model's path, in a form that `--model.path` accepts; empty for the value of `--model.path`."""
     head: Head
     lr: float | None = None
-    """Peak learning rate; None: the model is frozen."""
+    """Peak learning rate; None for a frozen model."""
 
 
 def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, ModelPlan]:
-    """Return the models, other than the policy, that an algorithm needs, by field of `Models`, in building order.
+    """Return the plans of the models, other than the policy, that an algorithm needs.
 
-    needs: the result of `compose.needs`.
+    The keys are fields of `Models`, in the order in which the models are built. needs: the result of `compose.needs`.
     """
     wanted: dict[str, ModelPlan] = {}
     scorer = model_path(cfg.reward.model)
@@ -137,9 +138,9 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, ModelPlan]:
 
 
 def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
-    """Build the models that an algorithm needs (`compose.needs`) on this rank. Collective.
+    """Build on this rank the models that an algorithm needs (`compose.needs`). Collective.
 
-    In a run without steps, the policy is frozen too.
+    In a run of 0 steps, the policy is frozen too.
 
     Raises:
         ValueError: a folder is missing or does not fit its role.
@@ -148,7 +149,8 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
     total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
     if "critic" in needs:
-        # The policy's schedule starts with its first update, after the critic's warm-up.
+        # The policy's learning rate schedule leaves out the steps of the critic's warm-up, in which the policy does not
+        # train.
         warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
     wanted = wanted_models(cfg, needs)
     scoring = scoring_world(world, cfg.parallel, timedelta(seconds=cfg.run.timeout))
@@ -183,9 +185,10 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
 
 def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: int, average: bool) -> Any:
-    """Build a frozen model, or a `RemotePolicy` for a model on scoring ranks. Collective.
+    """Build a frozen model, or a `RemotePolicy` if the model is on scoring ranks. Collective.
 
-    outputs: number of scores of a reward model. average: the model averages the policy's weights over steps.
+    each: the model's plan. outputs: number of outputs of a reward model for a token. average: whether the model
+    averages the policy's weights over steps.
     """
     model = None
     if world.scores:
@@ -201,7 +204,7 @@ def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: 
 def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | None) -> None:
     """Check that the folders of models fit their roles; warn if scoring ranks have no model.
 
-    labels: labels of the reward model; if given, its tokenizer was already checked.
+    labels: labels of the reward model. If they are given, `labels_of` has already checked the model's tokenizer.
 
     Raises:
         ValueError: a head is missing, or the tokenizer differs from the policy's; the message names the flag.
@@ -227,9 +230,10 @@ def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | Non
 
 
 def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callable[[str], None]) -> None:
-    """Run the self-check of each model on this rank that has separate weights. Collective over their ranks.
+    """Run the self-check (`self_check.choose_form`, whose errors it raises) of each model with weights on this rank.
 
-    say: prints a line for each model. Errors are those of `self_check.choose_form`.
+    Models that use the weights of another one are left out. Collective over the ranks of each model. say: prints a line
+    for each model.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
 
@@ -242,7 +246,7 @@ def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callab
 
 
 def check_alike(model: Any, reference: Any) -> None:
-    """Raise ValueError unless a reference has the policy's architecture and so can take over the policy's weights."""
+    """Raise ValueError unless a reference has the model's architecture and so can take over the model's weights."""
     mine, theirs = ([(piece.name, piece.shape) for piece in each.pieces()] for each in (model, reference))
     if mine != theirs:
         odd = next((a or b for a, b in zip_longest(mine, theirs) if a != b), ("", ()))

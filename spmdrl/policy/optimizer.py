@@ -1,4 +1,4 @@
-"""AdamW with a warm-up schedule and a global gradient norm."""
+"""AdamW, its state and settings in checkpoints, and the schedule of its learning rate."""
 
 import math
 
@@ -8,24 +8,24 @@ from spmdrl.config.schema import OptimizerConfig
 
 
 def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW on master weights (https://arxiv.org/abs/1711.05101); only matrices get weight decay."""
+    """Build an AdamW (https://arxiv.org/abs/1711.05101) of master weights; only matrices get weight decay."""
     parameters = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    # The fused kernel updates all shards in one call instead of a loop over DTensors. The meta device has no such
+    # The fused kernel updates all shards in one call instead of a loop over DTensors. The meta device has no fused
     # kernel.
     fused = all(p.device.type != "meta" for p in parameters)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=fused)
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create AdamW's initial state for parameters without a state.
+    """Create AdamW's initial state for each parameter that has none, so that a checkpoint can save or load it.
 
-    torch's state dict functions would create it by a step with learning rate 0, after which bias correction would treat
-    the first real step as the second.
+    torch's state dict functions would create it by a step with learning rate 0. Bias correction would then treat the
+    first real step as the second.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
         optimizer.state[p] = new_state(p)
@@ -49,7 +49,7 @@ def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict]) -> 
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) out of `total`."""
+    """Return the learning rate of optimizer step number `step`, counted from 0, in a run of `total` steps."""
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     if cfg.schedule == "constant":

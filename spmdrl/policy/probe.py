@@ -1,9 +1,9 @@
-"""Measures the difference between the forms in which a model runs packs (`heads.Form`) and plain transformers.
+"""Measures how much each form in which a model runs packs (`heads.Form`) differs from plain transformers.
 
-Three short sequences run as a pack through the model, and each sequence alone through plain transformers. The
+Three short sequences run as a pack through the model, and each sequence runs alone through plain transformers. The
 comparison covers the states of all tokens, a gradient, and the head's numbers. In 16 bits, rounding can hide small
-errors in it, so two further tests are exact: whether the gradient of a sequence reaches tokens of other sequences, and
-whether its states change when the other sequences change. `self_check.py` uses the results.
+errors from this comparison. So two further tests check whether the gradient of a sequence reaches tokens of other
+sequences, and whether its states change when the other sequences change. `self_check.py` uses the results.
 
 Shapes: T tokens of the three sequences, D width of the states.
 """
@@ -25,33 +25,33 @@ log = logging.getLogger("spmdrl")
 
 LENGTHS = (5, 9, 14)
 PREFIX = 4
-"""Number of first tokens that the second and the third sequence share."""
+"""Number of tokens at the beginning of the second and the third sequence that are the same in both."""
 FORWARD = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest allowed difference of states from plain transformers, relative to their size. In 16 bits the difference is
-the median over tokens, because rounding changes the choice of experts for some tokens, and the limit is lower if two
-attention implementations of transformers differ by less (`Sequences.most`). Some families compute parts of float64
-models in float32.
+"""Largest allowed difference of states from plain transformers, relative to their size. For float64 it is not smaller,
+because some families compute parts of float64 models in float32. In 16 bits the difference is the median over tokens,
+because rounding changes the choice of experts for some tokens. The limit in 16 bits is lower if two attention
+implementations of transformers differ by less (`Sequences.most`).
 """
 BACKWARD = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""Largest allowed difference of a gradient with respect to embeddings, relative to its size."""
+"""Largest allowed difference of a gradient with respect to embeddings, relative to the gradient's size."""
 LEAK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
-"""Largest allowed change of a token's state when other sequences change, and of the share of a gradient that reaches
-other sequences."""
+"""Limit of two numbers that are 0 without rounding: the relative change of a token's state when other sequences change,
+and the share of a gradient that reaches other sequences."""
 ROUTED = 0.3
-"""Largest allowed change of a token's state when other sequences change, in 16 bits for models with experts."""
+"""The limit in place of LEAK on the change of a token's state, in 16 bits for models with experts."""
 NOT_FINITE = "numbers that are not finite: its weights hold such numbers or are too large for --model.dtype"
 
 
 @dataclass
 class Found:
-    """The result of testing one form of a model: the largest of its differences, relative to their limits."""
+    """The result of the test of one form of a model: the difference that is largest relative to its limit."""
 
     ratio: float = 0.0
-    """The largest difference divided by its limit; above 1 the form is wrong."""
+    """This difference divided by its limit; the form is wrong if the ratio is above 1."""
     reason: str = ""
-    """A description of the largest difference, or of the error that the form raised."""
+    """A description of this difference, or of the error that the form raised."""
     states: float = 0.0
-    """The difference of the states from plain transformers."""
+    """The relative difference of the states from those of plain transformers."""
 
     @property
     def right(self) -> bool:
@@ -59,7 +59,7 @@ class Found:
         return self.ratio <= 1
 
     def add(self, what: str, value: float, most: float) -> None:
-        """Record a difference whose limit is `most`; nan counts as infinite."""
+        """Record a difference `value` whose limit is `most`; a nan counts as infinite. what: its description."""
         ratio = value / most if value == value else float("inf")
         if ratio >= self.ratio:
             self.ratio, self.reason = ratio, f"{what} {value:.2g}"
@@ -67,7 +67,7 @@ class Found:
 
 @dataclass
 class Sequences:
-    """The three sequences, and the results of plain transformers for each of them alone."""
+    """The three sequences, and the results of plain transformers for each sequence alone."""
 
     tokens: list[torch.Tensor]
     states: list[torch.Tensor] = field(default_factory=list)
@@ -77,12 +77,12 @@ class Sequences:
     """In 16 bits, the median difference of states between two attention implementations of transformers, else 0."""
 
     def most(self, dtype: torch.dtype) -> float:
-        """Return the largest difference of states that rounding may cause."""
+        """Return the limit on the difference of states: as much as rounding may cause."""
         return min(FORWARD[dtype], max(LEAK[dtype], 3 * self.noise)) if self.noise else FORWARD[dtype]
 
 
 def ordinary_tokens(hf_config: Any) -> list[int]:
-    """Return the token ids of the vocabulary that the config does not list as special."""
+    """Return the token ids of the vocabulary, without those that the config lists as special tokens."""
     config = hf_config.get_text_config()
     rows = config.vocab_size
     special: set[int] = set()
@@ -95,7 +95,7 @@ def ordinary_tokens(hf_config: Any) -> list[int]:
 
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Return the random sequences, the same on every rank. turn: another number changes the token at every position."""
+    """Return the three random sequences, the same on every rank. turn: each number gives other tokens everywhere."""
     ordinary = torch.tensor(ordinary_tokens(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)
@@ -103,7 +103,7 @@ def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch
 
 
 class _Embedded:
-    """Captures the embeddings of the first forward inside this context, to compute gradients with respect to them."""
+    """A context that captures the embeddings of its first forward, to compute gradients with respect to them."""
 
     def __init__(self, hf: Any):
         self.module, self.embeddings = hf.get_input_embeddings(), None
@@ -121,7 +121,7 @@ class _Embedded:
         return self.embeddings
 
     def gradient(self, number: torch.Tensor) -> torch.Tensor:
-        """Return d number / d embeddings [S, D]."""
+        """Return the gradient of a scalar with respect to the captured embeddings, [S, D]."""
         assert self.embeddings is not None
         return torch.autograd.grad(number, self.embeddings)[0].flatten(0, -2)
 
@@ -129,12 +129,14 @@ class _Embedded:
 def plain(policy: Any) -> tuple[Sequences, Found]:
     """Run each sequence alone through plain transformers, and compare our head with the HF model's. Collective.
 
-    Returns the results, and a finding about the head. An error in the model's code becomes the finding's reason.
+    Returns the results of plain transformers, and what was found about the head. If the model's code raises an error,
+    `Found.reason` describes it.
     """
     hf, dtype, found = policy.model.hf, policy.compute, Found()
     expected = Sequences(sequences(policy.hf_config, policy.world.device))
     try:
-        # Use eager attention: other implementations lack features of some families, such as soft-capped scores.
+        # Plain transformers run with eager attention, because the other implementations lack features of some families,
+        # such as soft-capped scores.
         with with_attention(hf, "eager"):
             *most, last = expected.tokens
             with torch.no_grad():
@@ -162,11 +164,11 @@ def plain(policy: Any) -> tuple[Sequences, Found]:
 
 
 def _failed(error: Exception) -> Found:
-    """Return a finding for an error of the model's code, which occurs on every rank; re-raise errors of the machine."""
+    """Return a `Found` for an error of the model's code, which every rank raises; re-raise an error of the machine."""
     if of_the_machine(error):
         raise error
     message = " ".join(str(error).split())[:200]
-    # The ValueErrors of our attention are complete sentences.
+    # The ValueErrors that our attention raises are complete sentences; other errors need an introduction.
     text = message if isinstance(error, ValueError) else f"its code fails with {type(error).__name__}: {message}"
     log.info("self-check: %s", text)
     return Found(float("inf"), text)
@@ -175,13 +177,13 @@ def _failed(error: Exception) -> Found:
 def probe(policy: Any, form: Form, expected: Sequences) -> Found:
     """Compare one form of a model on packs of the sequences with plain transformers. Collective.
 
-    expected: the results of plain transformers. An error in the model's code becomes the finding's reason.
+    expected: the results of plain transformers. If the model's code raises an error, `Found.reason` describes it.
     """
     before, found = policy.form, Found()
     policy.model.form = form
     try:
         _compare(policy, form, expected, found)
-    except ConfigError:  # the kernel in the settings does not support this model
+    except ConfigError:  # The kernel in the settings does not support this model.
         raise
     except Exception as error:
         found = _failed(error)
@@ -204,7 +206,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
         return
     place = torch.arange(len(pack))
     if form == "tree":
-        # The second and third sequence are samples of one prompt.
+        # The second and third sequence are samples of one prompt, which the loss mask leaves out.
         mask[ends[0] : ends[0] + PREFIX] = mask[ends[1] : ends[1] + PREFIX] = False
         tree = plan_tree(pack.cpu(), lengths, mask)
         assert tree is not None
@@ -229,7 +231,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
     found.add("sequences reach each other in a gradient by", leak, LEAK[dtype])
     changes = []
     for turn in (1, 2):
-        # Rounding may change the choice of an expert in one of two trials, but a leak appears in both.
+        # There are two trials: rounding may change the choice of an expert in one of them, but a leak appears in both.
         first, second, _ = sequences(policy.hf_config, device, turn)
         other = torch.cat([first, expected.tokens[1][:PREFIX], second[PREFIX:], expected.tokens[2]])
         with torch.no_grad():
@@ -241,19 +243,19 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
 
 
 def _read(states: torch.Tensor) -> torch.Tensor:
-    """Return a weighted sum of a sequence's states [n, D] after the shared tokens, for computing a gradient."""
+    """Return a weighted sum of a sequence's states [n, D], without those of shared tokens, to compute a gradient of."""
     states = states[PREFIX:]
     weight = torch.linspace(-1, 1, states.numel(), dtype=torch.float64, device=states.device).view_as(states)
     return (states * torch.cos(17 * weight).to(states.dtype)).sum()
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the distance between corresponding rows [n, D], relative to the mean norm of the rows of b."""
+    """Return the distance of each row of a from that of b, [n], relative to the mean norm of b's rows. a, b: [n, D]."""
     a, b = a.double(), b.double()
     return (a - b).norm(dim=-1) / (b.norm(dim=-1).mean() + 1e-30)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return the largest relative difference between corresponding rows [n, D]; in 16 bits the median."""
+    """Return the largest relative difference between a row of a and that of b, [n, D] each; in 16 bits the median."""
     off = _off(a, b)
     return float(off.median() if dtype.itemsize == 2 and bool(off.isfinite().all()) else off.max())

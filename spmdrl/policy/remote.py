@@ -1,7 +1,8 @@
-"""A frozen model on separate ranks: training ranks send requests, scoring ranks answer them.
+"""A frozen model on separate ranks: training ranks send requests, and scoring ranks (scorers) answer them.
 
-Each sequence is sent to one scorer, balanced by length; the results return to all ranks that have the sequence.
-Training and scoring ranks make the same calls in the same order (`score` and `serve` of `rl/score.py`).
+Each sequence is sent to one scorer, so that scorers get about the same number of tokens. The results return to all
+ranks that have the sequence. Training and scoring ranks make the same calls in the same order (`score` and `serve` of
+`rl/score.py`).
 """
 
 from typing import Any
@@ -40,8 +41,9 @@ class RemotePolicy:
 
         model: the model on a scoring rank, None on a training rank. world: all ranks; `world.holders` are the training
         ranks. scorers: int64 [data positions, copies], the scoring ranks; the ranks of a position get the same
-        sequences, and the first of them answers. dtype: type of the answers. share: the model runs a prompt once for
-        all its samples, so the samples of a prompt go to the same scorer. labels: number of outputs for a token.
+        sequences, and the first of them answers. dtype: type of the answers. share: whether the model runs a prompt
+        once for all its samples; if so, the samples of a prompt go to the same scorer. labels: number of outputs of the
+        model for a token.
         """
         self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
         self.shape = (labels,) if labels > 1 else ()
@@ -49,7 +51,7 @@ class RemotePolicy:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implements `Policy.logprobs`. A scorer passes an empty batch and gets an empty result."""
+        """Implements `Policy.logprobs`; a scorer passes an empty batch and gets an empty result."""
         request = distribute(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: tuple[torch.Tensor, ...] = (torch.zeros(0, *self.shape), torch.zeros(0, *self.shape))
         if self.model is not None:
@@ -58,7 +60,7 @@ class RemotePolicy:
         return logp_T, second_T
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """Implements `Policy.read`. `function.empty` must be the result for an empty batch."""
+        """Implements `Policy.read`; the attribute `empty` of the function must be its result for an empty batch."""
         request = distribute(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: Any = function.empty  # type: ignore[attr-defined]
         if self.model is not None:
@@ -69,7 +71,7 @@ class RemotePolicy:
         return self.logprobs(batch, 1.0)[0]
 
     def _request(self, batch: Batch) -> Batch:
-        """Return the columns that scorers need; empty if another rank sends the same sequences."""
+        """Return a batch with the columns that scorers need; an empty one if another rank sends the same sequences."""
         place = torch.nonzero(self.world.holders == self.world.rank)
         origin, copy = (int(x) for x in place[0]) if len(place) else (0, 0)
         index_B = torch.arange(len(batch))
@@ -80,7 +82,7 @@ class RemotePolicy:
         return Batch(batch.lengths, token, seq).select(index_B[: len(batch) if copy == 0 else 0])
 
     def _answer(self, request: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send the numbers [T] of `request` back to the training ranks; return those of this rank's sequences."""
+        """Send the numbers [T] of a request back to the training ranks; return those for this rank's sequences."""
         copies = self.world.holders.shape[1]
         table = Table(torch.stack([request.seq["origin"], request.seq["index"]], 1))
         for i, x_T in enumerate(numbers):
@@ -93,5 +95,5 @@ class RemotePolicy:
         return list(back.values.values())
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Implements `Policy.bytes_by_owner` for the model on this rank."""
+        """Implements `Policy.bytes_by_owner` for the model on this rank, if there is one."""
         return self.model.bytes_by_owner() if self.model else {}

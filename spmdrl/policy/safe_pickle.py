@@ -1,9 +1,9 @@
 """Checks the pickles in a checkpoint's optimizer state before torch or Megatron reads them.
 
-torch.distributed.checkpoint stores its index (`.metadata`) as a pickle and reads values other than tensors with
-weights_only=False, so the author of these files could run code in this process. A manifest proves that files are
-complete, but not who wrote them. This module first reads the index with an unpickler that allows only the classes of an
-index, and then every value other than tensors with torch's weights-only reader.
+torch.distributed.checkpoint stores its index (`.metadata`) as a pickle, and reads values that are not tensors with
+weights_only=False. So the author of these files could run code in this process. The manifest of a checkpoint proves
+that its files are complete, but not who wrote them. This module first reads the index by an unpickler that allows only
+the classes of an index. It then reads every value that is not a tensor by torch's weights-only reader.
 """
 
 import io
@@ -25,34 +25,34 @@ CLASSES = {
     "collections": {"OrderedDict"},
     "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
 }
-"""Module -> names that an index may contain. Calling these has no side effects."""
+"""Module -> names in it that an index may contain. Calling the objects with these names has no side effects."""
 LARGEST = 64 << 20
-"""Largest size in bytes of a value that is not a tensor; such values are numbers and names."""
+"""Most bytes of a value that is not a tensor; checkpoints store only numbers and names in this way."""
 
 
 class _Index(pickle.Unpickler):
     """An unpickler that allows only the names in CLASSES."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an object named in CLASSES; raise UnpicklingError for any other name without importing it."""
+        """Return an object that CLASSES names; for any other name raise UnpicklingError, without an import."""
         if name not in CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"the pickle names {module}.{name}")
         return super().find_class(module, name)
 
 
 def vet(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Check that reading `folder` (optimizer state) runs only the code that a checkpoint needs.
+    """Check that reading the optimizer state in `folder` runs only the code that a checkpoint needs.
 
-    Returns name -> shape of the tensors in it.
+    Returns name -> shape of the tensors in the folder.
 
     Raises:
         ValueError: reading would run other code, or the folder has no optimizer state. The check runs none of the code.
     """
     try:
         return _vet(folder)
-    except Exception as error:  # untrusted bytes can fail in any way
+    except Exception as error:  # Reading untrusted bytes can raise an exception of any type.
         reason = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
-        # torch's message begins with advice on reading the file anyway.
+        # The beginning of torch's message is cut off, because it explains how to read the file in spite of the error.
         reason = reason.rpartition("WeightsUnpickler error:")[2].strip()[:200]
         raise ValueError(
             f"{folder} is not optimizer state that is safe to read ({type(error).__name__}: {reason}): it was not "
@@ -73,7 +73,7 @@ def _vet(folder: Path) -> dict[str, tuple[int, ...]]:
         if getattr(where, "transform_descriptors", None):
             raise ValueError("its values are packed by extensions")
         if key.fqn in tensors:
-            # torch reads tensors with weights_only=True.
+            # Tensors need no check, because torch reads them with weights_only=True.
             continue
         if not 0 <= where.length <= LARGEST:
             raise ValueError(f"{key.fqn} has {where.length} bytes")

@@ -1,8 +1,8 @@
-"""Checks before training or sampling that a model computes correct numbers on this machine.
+"""Checks, before training or sampling, that a model computes correct numbers on this machine.
 
-`probe.py` compares each form in which a model can run packs with plain transformers. A model runs in the fastest
-correct form: `tree` (shared tokens run once), `packed`, or one sequence per forward, which is exact but slower. If
-every form is wrong, the check raises an error.
+`probe.py` compares each form in which a model can run packs with plain transformers. A model then runs in the fastest
+correct form: `tree` (shared tokens run once), `packed`, or `apart` (one sequence per forward), which is exact but
+slower. If every form is wrong, the check raises an error.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 def worst_over_ranks(policy: Any, found: Found) -> Found:
-    """Return the finding of the rank with the largest difference. Collective."""
+    """Return the `Found` of the rank on which `Found.ratio` is largest. Collective."""
     numbers = torch.tensor([found.ratio, found.states], dtype=torch.float64)
     ratio, states = all_reduce(numbers, "max", policy.world.role_group).tolist()
     return Found(ratio, found.reason or "on another rank", states)
@@ -27,11 +27,11 @@ def worst_over_ranks(policy: Any, found: Found) -> Found:
 def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -> None:
     """Check one model and set it to the fastest correct form. Collective.
 
-    role: the model's role in the job. name: the setting with the model's path, and its value. say: prints a line with
-    the result.
+    role: the model's role in the job, for messages. name: flag and value of the setting with the model's path. say:
+    prints a line with the result.
 
     Raises:
-        ValueError: no form is correct and allowed by the settings; the message names the flag.
+        ValueError: no form is both correct and allowed by the settings; the message names the flag to change.
     """
     family, kind, sp = policy.hf_config.model_type, policy.cfg.model.dtype, policy.world.sp_size
     if not policy.cfg.model.self_check:
@@ -47,7 +47,7 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
         raise ValueError(f"{name}: {family} gives {NOT_FINITE} {kind}")
     if not alone.right:
         raise ValueError(f"{name}: {family} computes wrong numbers here: {alone.reason}; use another model family")
-    # The fastest form comes first.
+    # The forms are tried in this order, the fastest one first.
     forms: list[Form] = [] if policy.form == "apart" else ["tree", "packed"] if policy.share else ["packed"]
     tried = {form: worst_over_ranks(policy, probe(policy, form, expected)) for form in forms}
     right = [form for form, found in tried.items() if found.right]
@@ -66,7 +66,8 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
 def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
     """Set a model to one sequence per forward, with the fastest correct attention of transformers. Collective.
 
-    name: the beginning of messages. packed: the reason why packed sequences are wrong.
+    name: the beginning of messages. expected: the results of plain transformers. packed: the reason why packed
+    sequences are wrong.
 
     Raises:
         ValueError: this form is wrong too, or a setting needs packed sequences.
@@ -91,9 +92,9 @@ def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
 
 
 def check_backend(policy: Any, name: str) -> float:
-    """Compare packed sequences with each sequence alone, on a backend without a HF model. Collective.
+    """Compare a pack of sequences with each sequence alone, on a backend without a HF model. Collective.
 
-    Returns the largest difference of the head's numbers.
+    Returns the largest difference between the head's numbers for a token in both cases.
 
     Raises:
         ValueError: the difference is larger than rounding can explain.

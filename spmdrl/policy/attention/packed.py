@@ -1,10 +1,10 @@
-"""Attention over packed sequences, which are padded only inside attention.
+"""Attention over packed sequences: padding, where it is needed, exists only inside attention.
 
 This module registers the attention implementation `spmdrl_packed` with transformers; a forward passes a `Packing` in
-the model's keyword arguments. On a GPU, a layer uses a kernel for concatenated sequences if one supports the layer
-(`varlen.py`). Otherwise sequences of similar length are laid out as [B, H, L, d] for causal scaled-dot-product
-attention. Padding is on the right, so causality hides it from every real token: complete sequences need no mask, and
-the result is exact.
+the model's keyword arguments. On a GPU, a layer uses a kernel for concatenated sequences (`varlen.py`) if one supports
+the layer. If none does, sequences of similar length are laid out as [B, H, L, d] for causal scaled-dot-product
+attention. Padding follows a sequence's tokens, so causality hides it from all of them: complete sequences need no mask,
+and the result is exact.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,10 @@ NAME = "spmdrl_packed"
 
 
 def _hidden(group: LengthClass, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return which keys causality, window or padding of trunks hides from a query: bool [B or 1, 1, L, P + L]."""
+    """Return a mask, bool [B or 1, 1, L, P + L], of keys that a query must not see.
+
+    Causality, a sliding window (None for none) or the padding of a trunk hides a key.
+    """
     queries = group.trunk + torch.arange(group.longest, device=device)
     keys = torch.arange(group.trunk + group.longest, device=device)
     distance = queries[:, None] - keys[None, :]
@@ -43,21 +46,23 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
-    """Return the attention mask of branches for SDPA. sink: 1 if there is a sink key before the others, else 0."""
-    # On a GPU, SDPA's kernels support a causal mask aligned to the end, for all types but float64.
+    """Return SDPA's attention mask for nodes that follow a trunk. sink: 1 if the first key is a sink, else 0."""
+    # On a GPU, SDPA's kernels support a causal mask that is aligned to the last key, for all types but float64.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
-        # torch cannot create this subclass of Tensor inside a dispatch mode, which `--run.lockstep-debug` installs.
+        # The mask is a subclass of Tensor, which torch cannot create inside a dispatch mode. `--run.lockstep-debug`
+        # installs one.
         with _disable_current_modes():
             return causal_lower_right(group.longest, sink + group.trunk + group.longest)
     return F.pad(~_hidden(group, window, q.device), (sink, 0), value=True)
 
 
 def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Append a key whose score is each head's sink and whose value is 0: keys and values [T, ...] -> [T + 1, ...].
+    """Return queries, keys and values with a sink: an added key whose score is the head's sink and whose value is 0.
 
-    The score is stored in a new channel of the queries in which all other keys are 0, so any kernel can compute it.
+    Keys and values become [T + 1, ...]. A new channel of the queries holds the sink's score. In this channel the sink
+    key is 1 and all other keys are 0, so any kernel computes the right scores.
     """
-    # The fused kernels of a GPU need a multiple of 8 channels.
+    # The fused kernels of a GPU need a number of channels that 8 divides.
     d, more = k.shape[2], 8 - k.shape[2] % 8
     score = (sinks_H / scale).to(q.dtype)[:, None].expand(*q.shape[:2], 1)
     q = F.pad(torch.cat([q, score], -1), (0, more - 1))
@@ -66,11 +71,11 @@ def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tens
 
 
 def plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Compute softmax attention [B, H, L, d] with hidden keys and soft-capped scores, as in Gemma 2."""
+    """Compute softmax attention [B, H, L, d]. hidden: True for keys to ignore. softcap: cap on scores (Gemma 2)."""
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    # Like HF, compute the softmax in float32, except for float64.
+    # As in HF models, the softmax is computed in float32, or in float64 for float64 inputs.
     upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
     return scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=upcast).to(q.dtype) @ v
 
@@ -89,11 +94,12 @@ def _padded_class(
     q, k, v = (x.index_select(0, at).view(group.sequences, -1, *x.shape[1:]).transpose(1, 2) for x, at in rows)
     if window is not None and window >= group.trunk + group.longest:
         window = None
-    # On a CPU in bfloat16, torch's fused backward takes 3 to 6 times as long as `plain_attention` (40 to 256 tokens).
+    # On a CPU in bfloat16, torch's fused backward takes 3 to 6 times as long as that of `plain_attention` for 40 to 256
+    # tokens, so plain attention is used up to 512 tokens.
     on_cpu = kind_of(q.device) == "cpu"
     masked = softcap or (window and not sink)
     plain = kind == "eager" or masked or (on_cpu and q.dtype == torch.bfloat16 and group.longest <= 512)
-    # On a CPU, torch's fused attention takes a fifth less time with grouped heads than with repeated keys and values.
+    # On a CPU, keys and values of grouped heads are not repeated, because torch's fused attention is then 20 % faster.
     repeat = q.shape[1] // k.shape[1]
     grouped = repeat > 1 and on_cpu and not plain
     if repeat > 1 and not grouped:
@@ -124,8 +130,8 @@ def packed_attention(
 ):
     """Compute attention over one packed row, with HF's interface: query [1, H, S, d], key and value [1, H_kv, S, d].
 
-    S is the number of tokens in this rank's slice, T without sequence parallelism. s_aux: the score of each head's
-    attention sink, [H] (gpt-oss). Returns ([1, S, H, d], None).
+    S is the number of tokens in this rank's slice of the pack; without sequence parallelism it is T. s_aux: the score
+    of each head's attention sink, [H] (gpt-oss). Returns ([1, S, H, d], None).
 
     Raises:
         ValueError: the model does not pass keyword arguments to its attention, or has dropout, a bidirectional layer,
@@ -138,8 +144,8 @@ def packed_attention(
     if not getattr(module, "is_causal", True) or (dropout and module.training):
         raise ValueError(f"{type(module).__name__}: packed attention supports only causal layers without dropout")
     if attention_mask is not None:
-        # For this implementation transformers creates no mask, so this mask comes from the model and means more than
-        # causality.
+        # transformers creates no mask for this implementation. So the model itself made this mask, which hides more
+        # than causality does.
         raise ValueError(f"{type(module).__name__} passes an attention mask, which packed attention does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = packing.part.to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)))
@@ -151,7 +157,7 @@ def packed_attention(
 def _attend(
     q, k, v, packing: Packing, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute attention inside each sequence: [T, H, e]. sinks: `s_aux` of `packed_attention` for H heads."""
+    """Compute attention inside each sequence: [T, H, e]. sinks: `s_aux` of `packed_attention` for these H heads."""
     sink = int(sinks is not None)
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks, scale)
@@ -164,7 +170,7 @@ def _attend(
 
 
 def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
-    """Raise ValueError if the kernel of `--policy.attention` does not support the model's layers; build no model."""
+    """Raise ValueError if the kernel of `--policy.attention` cannot compute the model's layers; builds no model."""
     if cfg.policy.attention not in KERNELS:
         return
     from transformers import AutoConfig
@@ -196,7 +202,7 @@ def use_attention(hf: Any, name: str) -> None:
 
 @contextmanager
 def with_attention(hf: Any, name: str) -> Iterator[None]:
-    """Set the attention implementation of all layers of a model inside this context."""
+    """Use the attention implementation `name` in all layers of a model inside this context."""
     before = [(config, config._attn_implementation) for config in _configs(hf)]
     use_attention(hf, name)
     try:

@@ -19,32 +19,31 @@ from spmdrl.policy.attention.varlen import Runs, make_runs
 from spmdrl.spmd.devices import kind_of
 
 SHORT = 16
-"""Sequences of at most this many tokens are in one length class."""
+"""Sequences of at most this many tokens are all in the same length class."""
 
 
 @dataclass
 class LengthClass:
-    """B sequences (or nodes of a tree) of similar length, padded to L tokens, and the positions of their tokens in the
-    pack.
+    """B sequences (or nodes of a tree) of similar length, padded to L slots, and where their tokens are in the pack.
 
-    The trunk of a node consists of the tokens on the path from the root to its parent; the node attends to them.
+    The trunk of a node consists of the tokens of its ancestors, to which the node attends too.
     """
 
     gather: torch.Tensor
-    """int64 [B * L]: index of the token in each slot; padding slots repeat the first token of the sequence."""
+    """int64 [B * L]: index in the pack of the token in each slot; padding slots repeat a sequence's first token."""
     scatter: torch.Tensor
-    """int64 [tokens]: slot of each token."""
+    """int64 [tokens]: the slot of each token of the class, without padding."""
     tokens: torch.Tensor
     """int64 [tokens]: index of each token in the pack."""
     sequences: int
     longest: int
     keys: torch.Tensor
-    """int64 [B * (P + L)]: index of the token in each slot of keys; a node's trunk comes first, aligned to the
-    right."""
+    """int64 [B * (P + L)]: index in the pack of the token in each slot of keys. A node's keys are its trunk, which ends
+    at slot P, and then its L slots."""
     trunk: int = 0
-    """P, the length of the longest trunk; 0 for complete sequences."""
+    """P, the number of tokens of the longest trunk; 0 for complete sequences."""
     trunks: torch.Tensor | None = None
-    """int64 [B]: length of each trunk; None if all have length P."""
+    """int64 [B]: number of tokens of each trunk; None if every trunk has P tokens."""
 
 
 @dataclass
@@ -52,18 +51,18 @@ class Packing:
     """The division of one packed row [T] into sequences, computed once per forward and used by every layer."""
 
     lengths: list[int]
-    """Number of tokens of each node; the row concatenates the nodes. Complete sequences are nodes without parents."""
+    """Number of tokens of each node; the row concatenates the nodes. A complete sequence is a node without a parent."""
     parents: list[int]
     """Index of the parent of each node of a tree (`data/tree.py`); -1 for roots, which come first."""
     device: torch.device
     kind: str
     """The value of `--policy.attention`."""
     part: TokenSlice
-    """The tokens that this rank's layers process; only attention runs over all tokens."""
+    """The slice of the row that this rank's layers process; only attention runs over all tokens."""
     experts: torch.Tensor | None = None
-    """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`)."""
+    """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`); None: no replay."""
     rows: dict[bool, Any] = field(default_factory=dict)
-    """The layouts for recurrent layers (`mixers/layers.py`); the key is whether rows can pass on their state."""
+    """The layouts for recurrent layers (`mixers/layers.py`), by whether rows can pass on their state."""
 
     @cached_property
     def runs(self) -> Runs:
@@ -74,7 +73,7 @@ class Packing:
 
     @cached_property
     def runs_with_sink(self) -> Runs:
-        """`runs` with the sink key, whose index is T, before each node's keys."""
+        """The layout `runs`, with the sink key, whose index is T, before the keys of each node."""
         tokens = sum(self.lengths)
         return make_runs(self.lengths, self.device, [[(tokens, 1), *spans] for spans in self.spans])
 
@@ -82,14 +81,15 @@ class Packing:
     def classes(self) -> list[LengthClass]:
         """The layout for attention over padded sequences, grouped by length (`alike`)."""
         below, starts, device = [spans[:-1] for spans in self.spans], _starts(self.lengths), self.device
-        # With trunks of equal length in a class, a GPU needs no mask but causality aligned to the end.
+        # If all trunks of a class have the same length, a GPU needs no mask other than causality aligned to the last
+        # key.
         exact = kind_of(device) == "cuda"
         parts = slice(0, self.roots), slice(self.roots, None)
         return [c for x in parts for c in _classes(below[x], starts[x], self.lengths[x], device, exact)]
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """int64 [T]: index of each packed token in the concatenated outputs of the classes."""
+        """int64 [T]: where the output for each packed token is in the concatenated outputs of the classes."""
         return torch.argsort(torch.cat([c.tokens for c in self.classes]))
 
     @property
@@ -99,7 +99,7 @@ class Packing:
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """The spans of tokens (first index, number) to which each node attends, from the root's to the node's."""
+        """For each node, the spans (first token, number of tokens) to which it attends, from the root's to its own."""
         own = list(zip(_starts(self.lengths), self.lengths, strict=True))
         out: list[list[tuple[int, int]]] = []
         for node in range(len(own)):
@@ -116,14 +116,14 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def alike(lengths: list[int]) -> list[list[int]]:
-    """Group the indices of similar lengths: one group if at most a fifth is padding, else two per power of 2."""
+    """Group the indices of similar lengths: one group if at most a fifth of it is padding, else two per power of 2."""
     uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
-    # Padding short sequences costs less than a separate call for each length.
+    # Lengths below SHORT count as SHORT, because padding short sequences costs less than a call for each length.
     return grouped([(max(n, SHORT) ** 2).bit_length() if uneven else 0 for n in lengths])
 
 
 def grouped(marks: list[int]) -> list[list[int]]:
-    """Group the indices of equal marks."""
+    """Group the indices of equal marks; groups are in the order in which their marks first appear."""
     groups: dict[int, list[int]] = {}
     for i, mark in enumerate(marks):
         groups.setdefault(mark, []).append(i)
@@ -131,7 +131,10 @@ def grouped(marks: list[int]) -> list[list[int]]:
 
 
 def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return (index of the token in each slot [B, L], bool [B, L] that is False on padding, L)."""
+    """Return (index of the token in each slot [B, L], bool [B, L] that is False on padding, L).
+
+    starts, lengths: first token and number of tokens of each of B sequences.
+    """
     width = max(lengths)
     begin, size = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
     slot = torch.arange(width)[None]
@@ -144,8 +147,8 @@ def _classes(
 ) -> list[LengthClass]:
     """Return the length classes of nodes; nodes with empty trunks are complete sequences.
 
-    below: the spans (first token, number) of each node's trunk. starts, lengths: first token and length of each node.
-    exact: require that all trunks of a class have the same length.
+    below: for each node, the spans (first token, number of tokens) of its trunk. starts, lengths: first token and
+    number of tokens of each node. exact: require that all trunks of a class have the same length.
     """
     alike_trunks = grouped if exact else alike
     trunks = [sum(n for _, n in spans) for spans in below]
@@ -158,7 +161,7 @@ def _classes(
             sizes = torch.tensor([trunks[i] for i in members])
             slots = keys = gather.flatten().to(device)
             if trunk := int(sizes.max()):
-                # Trunks are aligned to the right, so that the last token of a trunk precedes its node.
+                # A trunk ends at slot P, so that its last token directly precedes its node.
                 back = (torch.arange(trunk)[None] - (trunk - sizes[:, None])).clamp(min=0)
                 rows = [torch.cat([torch.arange(first, first + n) for first, n in below[i]]) for i in members]
                 ahead = torch.stack([row[slot] for row, slot in zip(rows, back, strict=True)])
@@ -173,17 +176,17 @@ _PACKING: ContextVar[Packing | None] = ContextVar("packing", default=None)
 
 
 def active() -> Packing | None:
-    """Return the packing of the current forward; None if a model runs without one.
+    """Return the packing of the current forward; None if the model runs without one.
 
-    Attention gets its packing as a keyword argument instead. Other layers use this function, because many families
-    pass them only a few named arguments.
+    Layers other than attention use this function, because many families pass them only a few named arguments.
+    Attention gets the packing as a keyword argument.
     """
     return _PACKING.get()
 
 
 @contextmanager
 def over(packing: Packing | None) -> Iterator[None]:
-    """Run a model's layers over a packing inside this context."""
+    """Make `active` return this packing inside this context, so that a model's layers run over it."""
     token = _PACKING.set(packing)
     try:
         yield
@@ -192,8 +195,9 @@ def over(packing: Packing | None) -> Iterator[None]:
 
 
 def again() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a checkpointed forward and of its recomputation (`context_fn` of torch's checkpoint).
+    """Return two contexts, for a checkpointed forward and its recomputation, in which the packing is the same.
 
-    The recomputation runs in the backward, after the forward's context has ended and perhaps on another thread.
+    This is a `context_fn` of torch's checkpoint. The recomputation runs in the backward, after the forward's context
+    has ended and perhaps on another thread.
     """
     return nullcontext(), over(active())

@@ -2,8 +2,9 @@
 
 Shapes: T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens per rank, H query heads, K
 key-value heads, d the width of a head. All ranks of the group have the same pack, and each runs the transformer on one
-slice of it. Only attention needs every token: one all-to-all before it gives each rank all T tokens of H / R heads, and
-one after it restores the slices. The model's outputs are joined at the end, so losses receive complete packs.
+slice of it. Only attention needs every token: an all-to-all before attention gives each rank all T tokens of H / R
+heads, and an all-to-all after it restores the slices. The model's outputs are joined at the end, so losses receive
+complete packs.
 """
 
 import math
@@ -22,7 +23,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends block r of dim 0 to rank r. The backward is the same operation, because it is its transpose."""
+    """Sends block r of dimension 0 to rank r. The backward is the same operation, because its matrix is symmetric."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -43,7 +44,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Total(torch.autograd.Function):
-    """Sums over ranks. The backward is the identity: all ranks compute the same loss, so each gradient is complete."""
+    """Sums over ranks. The backward is the identity: all ranks compute the same loss, so each has the full gradient."""
 
     @staticmethod
     def forward(ctx, group, *parts):
@@ -56,9 +57,9 @@ class _Total(torch.autograd.Function):
 
 
 class TokenSlice:
-    """This rank's slice of a pack of T tokens: S tokens from `start`, with padding after the last token of the pack.
+    """This rank's slice of a pack of T tokens: S tokens from `start` on. The last slices may end with padding.
 
-    Without a group the slice is the complete pack, and nothing is communicated.
+    Without a group, the slice is the complete pack, and the methods do not communicate.
     """
 
     def __init__(self, tokens: int, group: dist.ProcessGroup | None = None):
@@ -68,14 +69,14 @@ class TokenSlice:
         self.start = 0 if group is None else dist.get_group_rank(group, dist.get_rank()) * self.size
 
     def mine(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Cut this rank's slice out of a tensor: [T, ...] -> [S, ...], zeros on padding."""
+        """Return this rank's slice of a tensor: [T, ...] -> [S, ...], with zeros on padding."""
         part = x_T[self.start : self.start + self.size]
         return F.pad(part, (0, 0) * (part.dim() - 1) + (0, self.size - len(part)))
 
     def within(self, row_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the indices of the rows in this rank's slice, int64 [m], and their positions in the slice, int64 [m].
+        """Return which elements of row_n are in this rank's slice, int64 [m], and where in the slice, int64 [m].
 
-        A row is the index in [T] of a hidden state. A row is used on the rank that computed its state.
+        row_n: indices in [T] of hidden states. A hidden state is used on the rank that computed it.
         """
         here = torch.nonzero((row_n >= self.start) & (row_n < self.start + self.size)).flatten()
         return here, row_n[here] - self.start
@@ -83,7 +84,8 @@ class TokenSlice:
     def to_heads(self, q_SHd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor) -> list[torch.Tensor]:
         """Return queries [T, H / R, d], keys and values [T, K', d] of all tokens for this rank's heads. Collective.
 
-        Key-value heads are repeated until R divides their number, so that each rank gets those of its query heads.
+        Key-value heads are repeated until R divides their number. Each rank then gets the key-value heads that its
+        query heads need.
 
         Raises:
             ValueError: R does not divide H.
@@ -94,20 +96,20 @@ class TokenSlice:
         repeat = self.ranks // math.gcd(k_SKd.shape[1], self.ranks)
         if repeat > 1:
             k_SKd, v_SKd = k_SKd.repeat_interleave(repeat, 1), v_SKd.repeat_interleave(repeat, 1)
-        # One all-to-all sends all three: the parts for a rank are concatenated, [S, R, width].
+        # One all-to-all sends queries, keys and values: the parts for a rank are concatenated, [S, R, width].
         parts = [x.reshape(self.size, self.ranks, -1) for x in (q_SHd, k_SKd, v_SKd)]
         mixed = _AllToAll.apply(torch.cat(parts, 2).transpose(0, 1), self.group)
-        # The concatenated slices are the pack, with padding at the end.
+        # The slices of all ranks, one after the other, are the pack with padding at its end.
         whole = mixed.flatten(0, 1)[: self.tokens].split([x.shape[2] for x in parts], 1)
         return [x.unflatten(1, (-1, y.shape[2])) for x, y in zip(whole, (q_SHd, k_SKd, v_SKd), strict=True)]
 
     def my_heads(self, x_H: torch.Tensor) -> torch.Tensor:
-        """Return the elements [H / R, ...] of this rank's query heads, which `to_heads` assigns."""
+        """Return the elements [H / R, ...] of x that belong to this rank's query heads (`to_heads`)."""
         heads = len(x_H) // self.ranks
         return x_H.narrow(0, self.start // self.size * heads, heads)
 
     def to_tokens(self, out_THd: torch.Tensor) -> torch.Tensor:
-        """Return all heads of this rank's tokens: [T, H / R, d] -> [S, H, d]. Collective."""
+        """Undo `to_heads`: return all heads of this rank's tokens, [T, H / R, d] -> [S, H, d]. Collective."""
         if self.group is None:
             return out_THd
         flat = F.pad(out_THd.flatten(1), (0, 0, 0, self.size * self.ranks - self.tokens))
@@ -115,14 +117,14 @@ class TokenSlice:
         return heads.transpose(0, 1).reshape(self.size, -1, out_THd.shape[2])
 
     def total(self, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Apply `total` over the group; without a group, return the tensors unchanged."""
+        """Sum tensors over the group by the function `total`; without a group, return them unchanged."""
         return parts_T if self.group is None else total(self.group, *parts_T)
 
 
 def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sum tensors [T] that have values at each rank's rows and zeros elsewhere; the sum is exact. Collective.
+    """Sum tensors [T] over ranks; each rank has values at its rows and zeros at all others. Collective.
 
-    Every rank then computes the same loss from the same numbers, so the backward returns the gradient unchanged.
+    The sum is exact. Every rank computes the same loss from it, so the backward returns the gradient unchanged.
     """
     return _Total.apply(group, *parts_T)
 

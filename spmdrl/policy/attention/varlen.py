@@ -1,8 +1,8 @@
 """Kernels for causal attention over concatenated sequences, and the choice of a kernel for a layer.
 
-`flash` is flash-attn's varlen kernel, `varlen` the one in torch, which needs no further package. Both align causality
-to the end of a sequence: the last query attends to all keys, even if there are fewer queries than keys. So queries that
-follow a shared prefix, or a chunk in the middle of a sequence, need no mask. Only their keys are gathered, at a cost
+`flash` is flash-attn's varlen kernel; `varlen` is the one in torch, which needs no further package. In both, the last
+query of a sequence attends to all of its keys, even if there are fewer queries than keys. So queries that follow a
+shared prefix, or a chunk in the middle of a sequence, need no mask. Only their keys must be gathered, at a cost that is
 linear in the number of tokens.
 
 Shapes: Q query rows, N key rows, H query heads, K key-value heads, d and e the widths of keys and of values.
@@ -24,7 +24,7 @@ from spmdrl.config.fields import ConfigError
 log = logging.getLogger("spmdrl")
 
 KERNELS = ("flash", "varlen")
-"""Kernels in order of preference; only flash-attn supports soft-capped scores."""
+"""Names of the kernels, the preferred one first; only `flash` supports soft-capped scores."""
 WIDEST = 256
 
 
@@ -36,7 +36,7 @@ class Needs:
     """Major compute capability of the GPU; 0 for other devices."""
     dtype: torch.dtype
     width: int
-    """Channels of a head: the wider of keys and values."""
+    """Number of channels of a head: that of its keys or that of its values, whichever is larger."""
     softcap: bool = False
     sink_and_window: bool = False
     """True if the layer has both an attention sink and a sliding window."""
@@ -44,23 +44,23 @@ class Needs:
 
 @dataclass
 class Runs:
-    """The rows of the queries and keys of each sequence, in the kernels' format."""
+    """Which rows of queries and keys belong to each sequence, in the format that the kernels read."""
 
     ends_q: torch.Tensor
-    """int32 [sequences + 1]: first row of each sequence's queries, and the end."""
+    """int32 [sequences + 1]: first row of each sequence's queries, then the total number of rows."""
     longest_q: int
     ends_k: torch.Tensor
-    """int32 [sequences + 1]: the same for keys; each sequence has at least as many keys as queries."""
+    """int32 [sequences + 1]: as `ends_q`, for keys; each sequence has at least as many keys as queries."""
     longest_k: int
     key_rows: torch.Tensor | None
-    """int64 [N]: rows of the keys of all sequences; None if keys and queries have the same rows."""
+    """int64 [N]: rows of the keys of all sequences, to be gathered; None if keys and queries have the same rows."""
 
 
 def make_runs(queries: list[int], device: torch.device, keys: list[list[tuple[int, int]]] | None = None) -> Runs:
     """Build the Runs of sequences with these numbers of queries.
 
-    keys: for each sequence, the spans (first row, number of rows) of its keys; None if each sequence attends only to
-    the rows of its queries.
+    keys: for each sequence, the spans (first row, number of rows) of its keys. None: the keys of each sequence have the
+    same rows as its queries.
     """
     if keys is None:
         ends, longest = _ends(queries, device), max(queries)
@@ -78,7 +78,7 @@ def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
 def installed() -> frozenset[str]:
     """Return the kernels that this process can call on a GPU."""
     found = {"flash"} if _flash_loads() else set()
-    # A build of torch may lack the kernel, and ROCm has a different one, which is untested here.
+    # A build of torch may lack the kernel. ROCm has a different kernel, which this project has not tested.
     if torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None:
         found.add("varlen")
     return frozenset(found)
@@ -90,7 +90,7 @@ def _flash_loads() -> bool:
         return False
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
-    except Exception as error:  # an ImportError, or any error of a library built for another torch
+    except Exception as error:  # It is an ImportError, or any error of a library that was built for another torch.
         log.warning(f"flash-attn is installed but cannot be imported: {type(error).__name__}: {error}")
         return False
     return True
@@ -110,13 +110,13 @@ def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Nee
     """Return the `Needs` of a model's layers from its HF config, before it is built. dtype: type of the forward."""
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # The keys of latent attention have two parts: without and with a rotary embedding.
+    # A key of latent attention has two parts, one of them with a rotary embedding; its width is the sum of both.
     width = max(width, getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0))
     return Needs(_capability(device), dtype, width, bool(getattr(text, "attn_logit_softcapping", None)))
 
 
 def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
-    """Return the reason why a kernel does not support a layer; empty if it does. there: the result of `installed`."""
+    """Return why a kernel cannot compute a layer; empty if it can. there: the result of `installed`."""
     if needs.capability < 8:
         return "it needs an NVIDIA GPU of the Ampere generation or later"
     if kernel not in there:
@@ -158,7 +158,8 @@ def attend(
 ) -> torch.Tensor:
     """Compute causal attention inside each sequence of `runs`: [Q, H, e].
 
-    window: number of keys to which a query attends, including that of the same token; None for all keys up to it.
+    window: number of keys to which a query attends: the last ones up to its token, whose key is included. None for all
+    of them.
     """
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
@@ -175,7 +176,8 @@ def attend(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        # The window makes the kernel causal. Older versions support grouped heads without a flag.
+        # The kernel is causal because of its window argument. Versions of torch without the argument `enable_gqa`
+        # support grouped heads by default.
         known = inspect.signature(varlen_attn).parameters
         grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
         out: Any = varlen_attn(*pack, scale=scale, window_size=sizes, **grouped)
@@ -183,6 +185,6 @@ def attend(
 
 
 def _fit(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad the channels of heads with zeros to a width that kernels support; scores do not change."""
+    """Pad the channels of heads with zeros to `width` channels, which kernels support; scores do not change."""
     x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -3,5 +3,5 @@
 policy.py      implements the Policy contract
 sharding.py    wraps a HF model for packed sequences, shards it and fills the shards
 checkpoint.py  writes and reads weights, adapters and optimizer state
-lora.py        adapters: pieces, checkpoints, the model without them as reference
+lora.py        adapters: their pieces and checkpoints, and the model without adapters as reference
 """

@@ -20,8 +20,8 @@ def saving(policy: Any, copy: bool = False) -> Write:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # Collectives over the policy's groups run now, because the returned function may run while training uses these
-    # groups.
+    # Everything that needs collectives over the policy's groups is computed now, because the returned function may run
+    # while training uses these groups.
     pieces, fixed = policy.pieces(), policy.fixed
     adapter, settings, base = None, policy.adapters, {}
     if settings:
@@ -49,8 +49,9 @@ def saving(policy: Any, copy: bool = False) -> Write:
 
 
 def _base_facts(policy: Any) -> dict:
-    """Return path and checksum of the base weights to which the adapters belong. Collective."""
-    # Sum the bit patterns of all elements as int64 modulo 2**64, so that the sums of shards add up to the same number.
+    """Return path and checksum of the base weights, by which a load recognizes the model of adapters. Collective."""
+    # The checksum is the sum of the bit patterns of all elements modulo 2**64. It does not depend on the sharding,
+    # because the sums of the shards add up to it.
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [local(p).view(width[p.element_size()]).sum(dtype=torch.int64) for _, p in policy.parts()[0]]
     total = all_reduce(torch.stack(sums).sum(), "sum", policy.world.shard_group)
@@ -73,7 +74,7 @@ def load(policy: Any, folder: Path) -> None:
     elif has_masters(saved, base, where):
         state[MASTERS] = {name: p.detach() for name, p in base}
         base = []
-    # A model that trains must not read 16-bit weights, which were rounded from its float32 master weights.
+    # A model that trains reads float32 weights only, because 16-bit weights were rounded from its master weights.
     read_into(base + policy.buffers, folder / "model", policy.layout, torch.float32 if policy.optimizer else None)
     if policy.optimizer is None:
         return

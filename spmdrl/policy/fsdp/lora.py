@@ -1,7 +1,7 @@
 """Low-rank adapters on a policy (LoRA, https://arxiv.org/abs/2106.09685): W + (alpha / r) B A with W frozen.
 
 PEFT adds the adapters to the HF model; only the adapters have gradients and moments. `pieces()` returns the complete
-model with the adapters merged in, so engines can treat it like any policy. The reference policy is the same model
+model with the adapters merged in, so engines need no support for adapters. The reference policy is the same model
 without adapters. PEFT can load the adapters of a checkpoint.
 
 Shapes: r rank, D input width of a layer, O output width of a layer.
@@ -24,11 +24,11 @@ from spmdrl.weights.shards import local, shard_box, shard_rows
 
 FILE, BASE = "adapter_model.safetensors", "base.json"
 Named = list[tuple[str, Any]]
-"""Names and shards of parameters, as `FsdpPolicy.named_weights` returns them."""
+"""Pairs of the name and the shard of a parameter, as `FsdpPolicy.named_weights` returns them."""
 
 
 class BaseOf:
-    """The frozen base model of a policy with adapters, as a `Policy` without a second copy of the weights in memory."""
+    """The frozen base model of a policy with adapters, as a `Policy`; it uses the weights of the policy in memory."""
 
     version = updates_done = updates_due = 0
 
@@ -50,7 +50,7 @@ class BaseOf:
         return self.policy.output_head()
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Implements `Policy.bytes_by_owner`: empty, because the policy counts these weights."""
+        """Implements `Policy.bytes_by_owner`: the result is empty, because the policy counts these weights."""
         return {}
 
     def offload(self, place: str, parameters: bool = True) -> None:
@@ -64,10 +64,10 @@ class BaseOf:
 
 
 class Merged(Piece):
-    """A part of W + (alpha / r) B A, computed at each access, so that a push needs memory for one bucket only."""
+    """A part of W + (alpha / r) B A, computed at each access, so that a push needs memory for only one bucket."""
 
     def __init__(self, slot: Slot, weight: torch.Tensor, b_Or: torch.Tensor, a_rD: torch.Tensor):
-        """weight: this rank's rows of W. b_Or: these rows of (alpha / r) B. slot: the part of the rows to compute."""
+        """slot: the part of the weight to compute. weight: this rank's rows of W. b_Or: these rows of (alpha / r) B."""
         self.name, self.shape, self.box, self.exact = slot.name, slot.shape, slot.box, False
         self.index, self.weight, self.b_Or, self.a_rD = slot.index, weight, b_Or, a_rD
 
@@ -78,7 +78,7 @@ class Merged(Piece):
 
 
 def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
-    """Gather Shard(0) parameters into complete tensors, by name. Collective over the ranks that shard."""
+    """Return name -> complete tensor of parameters sharded in dimension 0. Collective over the ranks with shards."""
     shards = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     if not named:
         return {}
@@ -94,7 +94,7 @@ def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
 
 
 def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, world: World) -> list[Piece]:
-    """Return the pieces of the complete model: this rank's rows of each weight, with adapters merged in. Collective.
+    """Return this rank's rows of each weight of the model, with the adapters merged in, as pieces. Collective.
 
     Raises:
         ValueError: an adapter belongs to a parameter that is not a linear layer's weight, so it cannot be merged.
@@ -118,7 +118,7 @@ def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, wo
 
 
 def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]:
-    """Return A and (alpha / r) B of every layer, so that an engine needs no alpha and loads exactly the sent values."""
+    """Return the pieces A and (alpha / r) B of every layer, so that an engine need not know alpha."""
     return [
         Piece(slot.name, slot.shape, slot.box, (local(p) * scale if ".lora_B." in name else local(p))[slot.index])
         for name, p in adapters
@@ -130,7 +130,7 @@ def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]
 
 
 def file_pieces(adapters: Named) -> list[Piece]:
-    """Return A and B, unscaled, under the names in PEFT's files."""
+    """Return A and B of every layer, unscaled, as pieces with the names in PEFT's files."""
     return [
         Piece(PREFIX + name, tuple(p.shape), box, local(p))
         for name, p in adapters
@@ -139,7 +139,7 @@ def file_pieces(adapters: Named) -> list[Piece]:
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], base: dict) -> None:
-    """Write a folder for `PeftModel.from_pretrained(model, folder)`. base: path and checksum of the base model."""
+    """Write a folder that `PeftModel.from_pretrained(model, folder)` reads. base: path and checksum of the model."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -147,7 +147,7 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
     save_file(saved, folder / FILE, metadata={"format": "pt"})
     config.base_model_name_or_path = base["path"]
     if isinstance(config.target_modules, set):
-        # Sorted, so that two runs of one command write the same file.
+        # A set has no fixed order; the list is sorted, so that two runs of one command write the same file.
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
     (folder / BASE).write_text(json.dumps(base))
@@ -155,7 +155,7 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
 
 @torch.no_grad()
 def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None:
-    """Fill this rank's shards from a folder that `write_adapter` wrote.
+    """Fill this rank's shards of the adapters from a folder that `write_adapter` wrote.
 
     Raises:
         ValueError: the folder is missing, or its adapters have other settings or belong to other weights than `base`.

@@ -1,4 +1,4 @@
-"""Any HF transformer under FSDP2 or HSDP: packed forward, global denominators, master weights in float32.
+"""Trains and scores any HF transformer under FSDP2 or HSDP, over packed sequences, with float32 master weights.
 
 All models of a run use this class: the policy, its reference, a critic, a reward model. They differ in their head and
 in whether they train.
@@ -48,31 +48,32 @@ class FsdpPolicy(Learner):
     can_share = True
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """Implements `Learner.build`: shard the model before its weights exist, so a rank stores only its shards."""
+        """Implements `Learner.build`; the model is sharded before its weights exist, so a rank stores only shards."""
         cfg, head = self.cfg, self.head
         check_model(self.folder, cfg.model.trust_remote_code, self.world.sp_size)
         if average:
-            # In 16 bits a small share of the policy's weights would be rounded away, in the average and in checkpoints.
+            # In 16 bits, rounding would discard a small share of the policy's weights, in the average and in
+            # checkpoints.
             self.stored = self.master
         hf = self._hf_model(path, self.master if trainable and not adapt else self.stored, trainable)
         self.routers = Routers(hf) if routing_replay else None
-        # PEFT's settings of the adapters.
+        # This attribute holds PEFT's settings of the adapters; None without adapters.
         self.adapters: Any = attach(hf, cfg.lora, cfg.run.seed, self.master) if adapt else None
         use_host_linear(hf)
         if cfg.policy.activation_checkpointing != "none" and trainable:
             recompute(hf)
         self.share = cfg.policy.share_prompts and head not in SCORES
         trained = is_adapter if adapt and trainable else (lambda name: trainable)
-        # Typed as Any, because fully_shard adds methods and replaces parameters by DTensors.
+        # The type is Any, because fully_shard adds methods and replaces parameters by DTensors.
         self.model: Any = sharded(hf, cfg, self.world, head, self.compute, self.share, trained)
         if hf.config.get_text_config()._attn_implementation != packed.NAME:
             self.run_as("apart")
         fill_model(self.model, self.folder, self.world.device, self.new_head, cfg.run.seed, self.blocks)
-        # Persistent buffers, such as routing biases, are complete on every rank.
+        # FSDP does not shard persistent buffers, such as routing biases: each is complete on every rank.
         persistent = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in persistent]
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
-        # The sharded parameters. While the root is gathered, the model has plain tensors instead of them.
+        # Keep the sharded parameters, because the model has plain tensors in their place while its root is gathered.
         self.shards: list[Any] = list(self.model.parameters())
         self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
 
@@ -85,8 +86,8 @@ class FsdpPolicy(Learner):
         self.untrained = prediction_heads(self.folder, hf.config) if keep else None
         if cfg.policy.liger:
             use_liger(hf, self.world.device)
-        # A reward model may start from a language model, without a head; the folder of a classifier must include the
-        # head.
+        # A reward model may start from a language model, whose folder has no head for scores. The folder of a
+        # classifier must include the head.
         generates = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
         self.new_head = head == "value" or (head in SCORES and trainable and generates)
         self.layout, self.hf_config = Layout(hf), hf.config
@@ -96,11 +97,11 @@ class FsdpPolicy(Learner):
 
     @property
     def form(self) -> Form:
-        """How the sequences of a micro-batch run (`heads.Form`)."""
+        """The `heads.Form` in which the sequences of a micro-batch run."""
         return self.model.form
 
     def run_as(self, form: Form, attention: str = "") -> None:
-        """Set how the sequences of micro-batches run from the next forward on.
+        """Set the form in which the sequences of a micro-batch run, from the next forward on.
 
         attention: transformers' attention implementation for the form `apart`; empty means `own_attention`.
         """
@@ -115,7 +116,7 @@ class FsdpPolicy(Learner):
         second: Second = "entropy",
         token_loss: TokenLoss | HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the head's tensors. A rank without sequences runs a dummy batch, because others gather its shards."""
+        """Return the head's tensors. A rank without sequences runs a dummy batch: other ranks need its shards."""
         assert not self.away, "offloaded: memory.training_phase brings it back"
         tick()
         device, real = self.world.device, len(batch) > 0
@@ -124,14 +125,14 @@ class FsdpPolicy(Learner):
         if self.share and batch.branches:
             more["begins_B"] = batch.begins
         if self.form == "apart":
-            # Each sequence is one forward, which all-gathers shards, so all ranks must run the same number of forwards.
+            # A sequence is one forward, which all-gathers shards, so all ranks must run the same number of forwards.
             count = torch.tensor([len(run)], device=device)
             more["runs"] = int(all_reduce(count, "max", self.world.data_group))
         if self.routers and real:
             more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
         if real and "noise" in batch.token:
             more["noise"] = (batch.token["noise"], batch.token["noise_scale"])
-        # One line for real and dummy batches: the lockstep recorder compares the line numbers of ranks.
+        # Real and dummy batches run in the same line, because the lockstep recorder compares the line numbers of ranks.
         pack = run.token["tokens"].to(device), run.lengths, run.token["mask"].to(device)
         found = self.model(*pack, temperature, second, **more)
         # Multiplying the sum by zero keeps the graph, so that FSDP's backward runs.
@@ -161,9 +162,9 @@ class FsdpPolicy(Learner):
     # ── update ───────────────────────────────────────────────────────────────
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Implements `Learner.gradient`: reduce gradients over ranks after each micro-batch, or only after the last.
+        """Implements `Learner.gradient`; gradients are summed over ranks after each micro-batch, or after the last.
 
-        Replicas of a sharded model (HSDP) always reduce after the last micro-batch only.
+        Gradients are summed over the replicas of a sharded model (HSDP) after the last micro-batch only.
         """
         metrics, each = Metrics(), self.cfg.policy.reduce_gradients == "each"
         scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -181,7 +182,7 @@ class FsdpPolicy(Learner):
             (chunked[0] if chunked else result.loss * scale).backward()
             metrics.merge(result.stats)
         if scale != 1:
-            # Gradients have the master type, in which the division cannot underflow.
+            # The division cannot underflow, because gradients have the type of master weights.
             for p in self.model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(1 / scale)
@@ -211,7 +212,7 @@ class FsdpPolicy(Learner):
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
     def named_weights(self) -> list[tuple[str, DTensor]]:
-        """Return HF name and shard of every parameter; tied weights appear once, adapters under PEFT's names."""
+        """Return (HF name, shard) of every parameter. Tied weights appear once, and adapters have PEFT's names."""
         assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
         self.reshard()
         return [(plain_name(name.removeprefix("hf.")), p) for name, p in self.model.named_parameters()]
@@ -240,7 +241,7 @@ class FsdpPolicy(Learner):
         }
 
     def reshard(self) -> None:
-        """Implements `Learner.reshard`; a forward without a backward leaves the root gathered, as plain parameters."""
+        """Implements `Learner.reshard`: after a forward without a backward, FSDP leaves the root module unsharded."""
         for module in self.gathering:
             module.reshard()
 

@@ -25,17 +25,17 @@ from spmdrl.weights.shards import local, shard_box
 from spmdrl.weights.sources import Sources
 
 GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
-"""Models of up to this many bytes (in the compute type) are gathered as one group, because gathering each layer
-separately would cost too much time for the memory that it saves. The limit is higher on a CPU, where gathers do not
-overlap with computation."""
+"""Models of up to this many bytes, in the compute type, are gathered as a whole. Gathering them layer by layer would
+save memory, but take too much time. The limit is higher on a CPU, where gathers do not overlap with computation."""
 
 
 def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """Apply fully_shard over `world.shard_mesh` to the model, and in a large model also to each decoder layer.
+    """Apply fully_shard over `world.shard_mesh` to the model, and to each decoder layer if the model is large.
 
-    direct: on gloo, send directly between ranks (`spmd/gloo.py`) instead of around gloo's ring.
+    compute: type of the forward. reshard: whether a layer frees its gathered weights after its forward. direct: on
+    gloo, send directly between ranks (`spmd/gloo.py`) instead of around gloo's ring.
     """
-    # Under LoRA only trainable parameters use the master dtype.
+    # Take the dtype of a trainable parameter if there is one, because under LoRA only these have the master dtype.
     mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
@@ -45,14 +45,14 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, r
         layers = []
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    # The root's inputs include the columns of a loss (old_logp, advantages, ...), which must keep their type.
+    # FSDP must not cast the root's inputs: they include the columns of a loss (old_logp, advantages, ...).
     fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
     for further in ("states", "plain", "off"):
         register_fsdp_forward_method(model, further)
     module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
-            # Gradients are summed, not averaged: the loss already includes the global denominators.
+            # Gradients must be summed, not averaged, because the loss already includes the global denominators.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if direct and kind_of(world.device) == "cpu" and world.size > 1:
@@ -63,10 +63,10 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, r
 def recompute(hf: Any) -> None:
     """Recompute the forward of each decoder layer in its backward instead of storing its activations.
 
-    The checkpointing of transformers works only in training mode, which would also enable dropout.
+    transformers' own activation checkpointing is not used: it needs training mode, which would also enable dropout.
     """
     for layer in decoder_layers(hf):
-        # The state of random generators is not needed: in eval mode no layer draws random numbers.
+        # The states of random generators need not be restored, because no layer draws random numbers in eval mode.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=again
         )
@@ -85,7 +85,7 @@ def use_liger(hf: Any, device: torch.device) -> None:
     known, kind = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, hf.config.model_type
     if kind not in known:
         raise ValueError(f"--policy.liger: Liger has no kernels for {kind}; it has {', '.join(sorted(known))}")
-    # This package computes the loss, in chunks in the head, by the run's formula.
+    # Liger's losses are not used, because the head computes the run's loss chunk by chunk.
     monkey_patch._apply_liger_kernel_to_instance(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
@@ -98,19 +98,19 @@ def sharded(
     share: bool,
     trained: Callable[[str], bool],
 ) -> Any:
-    """Wrap and shard a HF model; it stays on its device, which may be meta. Collective.
+    """Return a HF model with its head, sharded; it stays on its device, which may be meta. Collective.
 
-    compute: type of the forward. share: run a prompt once for all its samples. trained: returns True for the names of
-    parameters that train; the others are frozen.
+    compute: type of the forward. share: run a prompt once for all its samples. trained: function of a parameter's name
+    that returns True if the parameter trains and False if it is frozen.
     """
     kind, sp = cfg.policy.attention, world.sp_group
     model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, sp, share, after=head in SCORES)
-    # Models also train in eval mode: the loss compares logp with that of the engine and of earlier passes, so the model
-    # must not be random (dropout, LayerDrop, router jitter).
+    # Models train in eval mode too, in which dropout, LayerDrop and router jitter are off. The loss compares logp with
+    # that of the engine and of earlier passes, so a forward must not be random.
     model.eval()
     for name, p in model.named_parameters():
         p.requires_grad_(trained(name))
-    # The lockstep recorder records collectives only, so direct sends are off while it is active.
+    # The lockstep recorder sees collectives only, so ranks do not use direct sends while it is active.
     _shard(model, world, compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
     return model
 
@@ -118,7 +118,7 @@ def sharded(
 # ── weights ──────────────────────────────────────────────────────────────────
 
 Names = dict[int, tuple[Any, list[str]]]
-"""id of a tensor -> the tensor and its names in the HF model; tied weights have several names."""
+"""id() of a tensor -> the tensor and its names in the HF model; a tied weight has several names."""
 
 
 def names_of(hf: Any) -> Names:
@@ -132,7 +132,7 @@ def names_of(hf: Any) -> Names:
 
 
 def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
-    """Check that a folder has every parameter in the right shape. new_head: the head `score` may be missing.
+    """Check that a folder has every parameter in the right shape. new_head: whether the head `score` may be missing.
 
     Raises:
         ValueError: tensors are missing or have another shape, or fp8 weights lack scales.
@@ -158,13 +158,13 @@ def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
 def fill_model(
     model: Any, folder: Path, device: torch.device, new_head: bool, seed: int, blocks: tuple[int, int] | None = None
 ) -> None:
-    """Allocate a sharded model on this rank's device and fill it with the values of a HF folder.
+    """Allocate a sharded model on this rank's device and read its weights from a HF folder.
 
-    A rank reads only its shards, directly into its tensors. Adapters, which are not in the folder, get their initial
-    values; a head `score` that the folder lacks gets zeros.
+    A rank reads only its shards, directly into its tensors. The folder has no adapters, which get their initial values.
+    A head `score` that the folder lacks gets zeros.
 
-    model: the result of `sharded`, with parameters on the meta device. new_head: the folder may lack the head `score`.
-    seed: the run's seed, for the initial values of adapters. blocks: as `fp8_blocks` returns them.
+    model: the result of `sharded`, with parameters on the meta device. new_head: whether the folder may lack the head
+    `score`. seed: the run's seed, for the initial values of adapters. blocks: the result of `fp8_blocks`.
 
     Raises:
         ValueError: the folder lacks a tensor, or has a tensor of another shape.
@@ -192,7 +192,7 @@ def _fill(tensor: torch.Tensor, names: list[str], sources: Sources, seed: int) -
         return
     sources.copy(present[0], box, mine)
     for other in present[1:]:
-        # A folder may contain a tied weight twice.
+        # A folder may contain a tied weight under several names; the values must be the same.
         if any(sources.tensors.differs(name, box, mine) for name in sources.read_from(other)):
             raise ValueError(
                 f"{sources.tensors.folder}: config.json ties {other} to {present[0]}, but the folder has different "

@@ -1,4 +1,4 @@
-"""The description of a model in Megatron's terms, and tables of parameter names in checkpoints.
+"""Describes a model in Megatron's terms, and lists the names of its parameters in HF checkpoints.
 
 `families.py` creates the description from a HF config. This module does not import Megatron.
 """
@@ -10,42 +10,42 @@ from typing import Any
 import torch
 
 Names = dict[str, tuple[str, ...]]
-"""Parameter of a Megatron layer -> names of the HF tensors that it combines; `E` replaces the number of an expert."""
+"""Parameter of a Megatron layer -> names of the HF tensors that it combines; `E` stands for the number of an expert."""
 
 
 @dataclass
 class Architecture:
-    """Description of one model, from which `model.py` builds it."""
+    """The description of a model, from which `model.py` builds it."""
 
     settings: dict
     """Keyword arguments of Megatron's TransformerConfig, or of MLATransformerConfig with `multi_latent_attention`."""
     names: Names
     vocab: int
     positions: int
-    """Largest number of positions in a sequence."""
+    """Most tokens of a sequence that the model can read."""
     tied: bool
     """True if the output head shares its weight with the embedding."""
     rope_base: float
     rotary_share: float = 1.0
-    """Share of the channels of each head, from the first on, that the rotary embedding rotates."""
+    """Share of a head's channels, counted from the first one, that the rotary embedding rotates."""
     frequencies: torch.Tensor | None = None
-    """Frequencies of the rotary embedding, float32 [rotated channels / 2]; None if they follow from `rope_base`."""
+    """Frequencies of the rotary embedding, float32 [rotated channels / 2]; None to compute them from `rope_base`."""
     softcap: float | None = None
-    """Cap on attention scores."""
+    """Cap on attention scores, as softcap * tanh(score / softcap); None for no cap."""
     embedding_scale: float | None = None
-    """Factor on embeddings."""
+    """Factor that multiplies the token embeddings; None for 1."""
     post_norms: bool = False
     """True if the outputs of attention and feed-forward are normalized before they are added to the residual stream."""
     beside: str = ""
-    """Prefix of checkpoint tensors that are saved but not trained, such as a vision tower."""
+    """Name prefix of tensors that checkpoints include although they are not trained, such as a vision tower."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The settings and parameter names in which an architecture differs from the common ones."""
+    """How an architecture differs from the common settings and parameter names."""
 
     adapt: Callable[[Any, Architecture], None] = lambda h, a: None
-    """Function of (HF config, `Architecture` with the common settings) that adds the family's settings in place."""
+    """Function (HF config, `Architecture` with the common settings) that adds the family's settings in place."""
     names: Names = field(default_factory=dict)
     partial_rotary: bool = False
     """True if transformers applies `partial_rotary_factor` in this family; in other families it ignores the setting."""

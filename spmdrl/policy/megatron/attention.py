@@ -1,4 +1,4 @@
-"""Packed sequences for Megatron: their division under context parallelism, and attention without TransformerEngine.
+"""Divides packed sequences under context parallelism, and computes attention for Megatron without TransformerEngine.
 
 Under context parallelism (cp ranks), every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks.
 Rank r gets the r-th chunk and the r-th chunk from the end, so that causal attention costs the same on every rank.
@@ -27,15 +27,15 @@ from spmdrl.policy.megatron.layout import Layout
 
 @dataclass
 class Params(PackedSeqParams):
-    """Information about a pack that layers receive."""
+    """What Megatron's layers receive about a pack."""
 
     routing: Any = None
     """The pack's `routing.Routing`; None for a model without experts."""
     lengths: tuple[int, ...] = ()
-    """Padded lengths of the pack's sequences, in host memory, because reading them from a GPU would synchronize each
-    layer."""
+    """Padded lengths of the pack's sequences. They are in host memory, because reading them from the GPU would make the
+    host wait for it in each layer."""
     runs: Runs | None = None
-    """Result of `runs_of`, computed by the first layer that needs it."""
+    """The result of `runs_of`, computed by the first layer that needs it; None before."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Pack:
     """One rank's input for a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
 
     tokens: torch.Tensor
-    """Token ids, int64 [1, S]; padding is 0."""
+    """Token ids, int64 [1, S]; 0 for padding."""
     positions: torch.Tensor
     """Position of each token in its sequence, int64 [1, S]."""
     params: Params
@@ -56,9 +56,9 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any) -> list[Pack]:
-    """Apply `make_pack` to the micro-batches of one pass through a pipeline."""
-    # With virtual stages all packs get the same length. Otherwise Megatron's stages would exchange sizes first, and two
-    # stages of the interleaved schedule could deadlock in that exchange.
+    """Return this rank's packs for the micro-batches of one pass through a pipeline, made by `make_pack`."""
+    # With virtual stages, all packs must have the same length. If lengths differed, Megatron's stages would exchange
+    # them first, and two stages of the interleaved schedule could deadlock in that exchange.
     size = 0
     if layout.virtual_stages > 1 and batches:
         size = max(sum(_padded(lengths.tolist(), layout)) for _, lengths in batches)
@@ -68,10 +68,10 @@ def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any)
 def make_pack(
     tokens_T: torch.Tensor, lengths_B: torch.Tensor, layout: Layout, cp_rank: int, device: Any, size: int = 0
 ) -> Pack:
-    """Create this rank's part of a pack under context parallelism, or the complete pack without it.
+    """Return this rank's part of a pack; without context parallelism this is the complete pack.
 
     tokens_T, lengths_B: as in `Tokens`. Padding is at the end of each sequence, where causal attention hides it. size:
-    number of tokens over all ranks to which the pack is padded; 0 or a size that `make_packs` computes.
+    number of tokens, over all ranks, to which the pack is padded; 0 for no more padding than the layout needs.
     """
     lengths = lengths_B.tolist()
     padded = _padded(lengths, layout)
@@ -95,13 +95,13 @@ def make_pack(
 def _padded(lengths: list[int], layout: Layout) -> list[int]:
     step = 2 * layout.cp if layout.cp > 1 else 1
     padded = [-(-n // step) * step for n in lengths]
-    # Sequence parallelism cuts a rank's tokens into tp parts of equal size.
+    # The last sequence gets further padding, because sequence parallelism cuts a rank's tokens into tp equal parts.
     padded[-1] += -sum(padded) % lcm(step, layout.cp * (layout.tp if layout.sp else 1))
     return padded
 
 
 def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
-    """Return a rank's rows of a padded pack, in the rank's order: int64 [S]. padded: lengths, multiples of 2 cp."""
+    """Return the indices, int64 [S], of a rank's rows in a padded pack. padded: sequence lengths, multiples of 2 cp."""
     if cp == 1:
         return torch.arange(sum(padded))
     out, first = [], 0
@@ -114,11 +114,10 @@ def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
 
 
 def runs_of(lengths: list[int], cp: int, rank: int, device: torch.device) -> Runs:
-    """Return the `Runs` of a rank's query rows over the keys of the complete pack, for kernels of
-    `attention/varlen.py`.
+    """Return the `Runs` of a rank's queries over the keys of the complete pack, for kernels in `attention/varlen.py`.
 
-    lengths: padded lengths as in `rows_of`. Each chunk is treated as a sequence whose keys are those of all chunks up
-    to it.
+    lengths: padded lengths of the sequences, as in `rows_of`. A chunk counts as one sequence, whose keys are those of
+    the chunk and of all earlier chunks.
     """
     if cp == 1:
         return make_runs(lengths, device)
@@ -135,7 +134,8 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of one sequence: queries [s, n, d], keys [t, g, d], values [t, g, e] -> [s, n, e].
 
-    visible: bool [s, t]; None for causal attention with s = t. softcap: scores become softcap * tanh(scores / softcap).
+    visible: bool [s, t], True for keys to which a query attends; None for causal attention with s = t. softcap: scores
+    become softcap * tanh(scores / softcap); None for no cap.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -151,10 +151,10 @@ def attend(
 
 
 class CoreAttention(MegatronModule):
-    """Attention over packed sequences without TransformerEngine; uses a kernel of `attention/varlen.py` if possible.
+    """Attention over packed sequences without TransformerEngine, by a kernel of `attention/varlen.py` if possible.
 
-    It supports grouped heads, latent attention (values of another width), sliding windows, soft-capped scores, and
-    context parallelism by gathering keys and values.
+    It supports grouped heads, latent attention (values of another width than keys), sliding windows and soft-capped
+    scores. Under context parallelism it gathers the keys and values of all ranks.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class CoreAttention(MegatronModule):
         softcap: float | None = None,
         **unused: Any,
     ):
-        """Build the module from the arguments that Megatron passes to every core attention. softcap: as in `attend`."""
+        """The arguments other than `softcap` (`attend`) are those that Megatron passes to every core attention."""
         super().__init__(config=config)
         self.scale, self.softcap = softmax_scale, softcap
         self.cp_group = pg_collection.cp
@@ -186,8 +186,8 @@ class CoreAttention(MegatronModule):
         scale = self.scale or query.shape[-1] ** -0.5
         kernel = pick("auto", needs_of(query, value, self.softcap), installed())
         if kernel in KERNELS:
-            # Megatron's window counts the keys before a query's token; the kernels' window includes the key of that
-            # token.
+            # Megatron's window is the number of keys before the query's token; the window of the kernels also counts
+            # the key of that token.
             window = None if self.window is None else self.window + 1
             if packed_seq_params.runs is None:
                 packed_seq_params.runs = runs_of(lengths, cp, rank, key.device)

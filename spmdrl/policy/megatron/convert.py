@@ -1,13 +1,13 @@
 """Maps a Megatron rank's parameters to ranges of tensors in HF checkpoints.
 
-A rank's parameters are described by a list of slots: the name of a checkpoint tensor, the range of it on this rank, and
-a view of the parameter for that range. Reading files into the views loads a model; `weights/reshard.py` sends the views
-to engines and writes them to files. Nothing is gathered.
+A list of slots describes a rank's parameters. A slot is the name of a checkpoint tensor, this rank's range of it, and a
+view of the parameter for that range. To load a model, files are read into the views; `weights/reshard.py` sends the
+views to engines and writes them to files. No parameter is gathered.
 
-In Megatron, one parameter stores the projections of queries, keys and values group by group, [groups, queries of a
-group + 2, head, hidden]. Another one concatenates gate and up projections, each divided over tp. The vocabulary is
-padded at its end. A parameter that is replicated over tp, cp or data has the same range on several ranks, and so has a
-tied embedding, which is on the first and the last stage.
+In Megatron, one parameter stores the projections of queries, keys and values group by group, [groups, query heads of a
+group + 2, channels of a head, hidden]. Another one concatenates gate and up projections, each divided over tp. The
+vocabulary is padded at its end. Several ranks have the same range of a parameter that is replicated over tp, cp or
+data, or of a tied embedding, which is on the first and the last stage.
 """
 
 import re
@@ -39,11 +39,11 @@ class Held:
     shape: tuple[int, ...]
     """Shape of the complete checkpoint tensor."""
     box: Box
-    """The range of the checkpoint tensor on this rank."""
+    """This rank's range of the checkpoint tensor."""
     param: torch.Tensor
-    """The parameter or buffer of the model."""
+    """The parameter or buffer of the model that contains the range."""
     view: torch.Tensor
-    """View of the parameter with the shape of the box."""
+    """The view of `param` that holds the range, in the shape of the box."""
     exact: bool = False
     """True for a buffer that must not be cast to another type."""
 
@@ -51,8 +51,8 @@ class Held:
 def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
     """Return the slots of this rank, model chunk by model chunk; every call returns the same names in the same order.
 
-    models: the result of `model.build`, or wrappers of it with `.module`. of: returns the tensor to view for a
-    parameter or buffer, of the same shape: itself, or its gradient (`lambda p: p.main_grad`).
+    models: the result of `model.build`, or wrappers of it with `.module`. of: function of a parameter or buffer that
+    returns the tensor of the same shape to view: itself, or its gradient (`lambda p: p.main_grad`).
     """
     out = []
     for model in map(unwrapped, models):
@@ -69,9 +69,10 @@ def pieces(models: Sequence[Any]) -> list[Piece]:
 
 
 def load(models: Sequence[Any], folder: Path, blocks: tuple[int, int] | None = None) -> None:
-    """Fill the models from HF safetensors; each rank reads only its ranges.
+    """Read the weights of the models from HF safetensors; each rank reads only its ranges.
 
-    A `value` head that the folder lacks starts at 0. blocks: as in `weights/folder.py`, for a folder in fp8.
+    A `value` head that the folder lacks starts at 0. blocks: the size of the blocks that share a scale in a folder in
+    fp8 (`weights/folder.py`); None for other folders.
 
     Raises:
         ValueError: the folder lacks a tensor, or has a tensor of another shape.
@@ -101,7 +102,7 @@ def _rows(group: Any, local: int) -> tuple[int, tuple[int, int]]:
 
 
 def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
-    """Yield (checkpoint name, complete shape, box, view) of each checkpoint tensor in one parameter."""
+    """Yield (checkpoint name, complete shape, box, view) of each checkpoint tensor that one parameter combines."""
     groups, arch = model.pg_collection, model.arch
     tp = groups.tp
     if name in OUTSIDE:
@@ -110,7 +111,8 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     assert found, name
     number, inside = model.decoder.layers[int(found[1])].layer_number - 1, found[2]
-    # Experts are separate modules, or one module contains several experts as numbered weights.
+    # Either each expert is a module, or one module has the weights of several experts with numbered names, which are
+    # mapped to the names of the first case.
     inside = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)$", r"experts.local_experts.\2.\1", inside)
     expert = re.search(r"\.local_experts\.(\d+)\.", inside)
     if expert:
@@ -156,7 +158,7 @@ def _outside(model: Any, name: str, data: torch.Tensor, tp: Any) -> Cut:
 
 
 def _qkv(model: Any, names: list[str], data: torch.Tensor, tp: Any) -> Cut:
-    """Yield the query, key and value parts of each group, from a weight [groups * (r + 2) * head, hidden] or a bias."""
+    """Yield the slots of queries, keys and values in a weight [groups * (r + 2) * channels, hidden] or in its bias."""
     s = model.arch.settings
     r, head = s["num_attention_heads"] // s["num_query_groups"], s["kv_channels"]
     grouped = data.unflatten(0, (-1, r + 2, head))

@@ -1,9 +1,9 @@
 """Runs Megatron-core on CPUs.
 
 Megatron's code calls functions of torch for CUDA devices, streams and random states. This module replaces the global
-name `torch` in each loaded module of Megatron by a substitute, which uses the CPU and forwards all other names to
-torch. torch itself stays unchanged, because other libraries in this process need it. Results do not change, because the
-substitute leaves out only streams. If ranks use GPUs, this module does nothing.
+name `torch` in each loaded module of Megatron by a substitute. The substitute uses the CPU in these functions and
+forwards all other names to torch. torch itself stays unchanged, because other libraries in this process need it.
+Results do not change, because only the operations of streams are left out. If ranks use GPUs, this module does nothing.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from spmdrl_kernels.host import host_linear, takes
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
-"""Functions of torch that Megatron calls with a CUDA device or pinned memory."""
+"""Functions of torch that Megatron calls with a CUDA device or pinned memory, and that the substitute calls without."""
 
 
 class _Nothing:
-    """Replaces a CUDA stream or event by an object whose operations do nothing."""
+    """An object in place of a CUDA stream or event, whose operations do nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -40,7 +40,7 @@ class _Nothing:
 
 
 class _Cuda(types.ModuleType):
-    """CPU versions of the functions of torch.cuda that Megatron uses."""
+    """A substitute for torch.cuda with CPU versions of the functions that Megatron uses."""
 
     Stream = Event = _Nothing
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
@@ -57,7 +57,7 @@ class _Cuda(types.ModuleType):
 class _Distributed(ranks.Distributed):
     """torch.distributed with two collectives over parts of unequal size, which gloo lacks.
 
-    Megatron's experts use these collectives if their columns are divided (`--parallel.etp`).
+    Megatron uses these collectives if the columns of experts are divided over ranks (`--parallel.etp`).
     """
 
     @staticmethod
@@ -110,8 +110,8 @@ def install() -> None:
     if repairs.on_gpus():
         return
     with repairs.quiet():
-        # Megatron would compile each of its small functions at first use, which takes seconds and does not help on a
-        # CPU.
+        # Megatron would compile each of its small functions at first use. This takes seconds and makes nothing faster
+        # on a CPU.
         importlib.import_module("megatron.core.jit").disable_jit_fuser()
     repairs.load()
     for name, module in list(sys.modules.items()):
@@ -133,7 +133,7 @@ def _random_states() -> None:
 
     @contextlib.contextmanager
     def fork(self, name=random._MODEL_PARALLEL_RNG_TRACKER_NAME):
-        # Megatron's version warns at every use that the host's random state changed, but on a CPU that is intended.
+        # Megatron's version would warn at every use that the host's random state changed. On a CPU this is intended.
         before = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
@@ -156,7 +156,7 @@ def _linear() -> None:
     # functools.wraps copies the attributes that Megatron reads from this function.
     @functools.wraps(own)
     def linear(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more):
-        # If no collective is involved, the function is a plain matrix product.
+        # Only a call without collectives is a plain matrix product, which `host_linear` can compute.
         special = allreduce_dgrad or sequence_parallel or more.get("grad_output_buffer") is not None
         if special or not takes(input, weight):
             return own(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more)
@@ -170,7 +170,7 @@ def _experts() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor, as_numpy=False, record_stream=False):
-        # Callers expect split sizes as numpy; Megatron's version converts them only when it copies from a GPU.
+        # Callers need the sizes as numpy arrays; Megatron's version converts them only when it copies from a GPU.
         tensor = tensor.cpu() if torch.is_tensor(tensor) else tensor
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -183,7 +183,7 @@ def _optimizer() -> None:
 
     @torch.no_grad()
     def clip(parameters, max_norm, total_norm, use_decoupled_grad=False):
-        # Megatron's version asserts, by the name of their type, that gradients are CUDA tensors.
+        # Megatron's version cannot be used, because it asserts by type names that gradients are CUDA tensors.
         name = "decoupled_grad" if use_decoupled_grad else "grad"
         factor = max_norm / (total_norm + 1e-6)
         for p in parameters:
@@ -199,10 +199,10 @@ def _messages() -> None:
 
     def exchange(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
         """Start sends and receives between neighbouring stages; return their work handles by name."""
-        # With two stages, Megatron's version sends in one direction over the default group, which includes ranks
-        # without Megatron models.
+        # With two stages, Megatron's version cannot be used: it sends in one direction over the default group, which
+        # includes ranks without Megatron models.
         work = {}
-        # The next and the previous stage may be the same rank: receive in the order in which that rank sends.
+        # The next and the previous stage may be the same rank. So receives must be in the order in which it sends.
         for name, peer in (
             ("send_next", next_pipeline_rank),
             ("recv_prev", prev_pipeline_rank),
@@ -222,5 +222,5 @@ def dress(parameters: Any) -> None:
     for p in parameters:
         if not p.is_cpu:
             continue
-        # A bound method of a string, unlike a lambda, can be pickled with the parameter.
+        # The attribute is a bound method of a string, which unlike a lambda can be pickled with the parameter.
         p.type = torch.Tensor.type(p).replace("torch.", "torch.cuda.", 1).__str__

@@ -1,7 +1,7 @@
-"""HF architectures in Megatron's terms: settings of a TransformerConfig, and the names of parameters in checkpoints.
+"""Translates HF architectures into Megatron's terms: settings of a TransformerConfig, and names of parameters.
 
-A family is a function that adds its settings to the common ones, and a table (`arch.py`) of the names that differ in
-its checkpoints. `FAMILIES` lists all families. This module does not import Megatron.
+A family is a function that adds its settings to the common ones, and a table (`arch.py`) of parameter names that differ
+from the common ones in its checkpoints. `FAMILIES` lists all families. This module does not import Megatron.
 """
 
 from copy import copy
@@ -30,7 +30,7 @@ def describe(h: Any) -> Architecture:
             "docs/megatron.md shows how to add one; --policy.backend fsdp trains any model of transformers"
         )
     family = FAMILIES[h.model_type]
-    # Of a vision-language model, only the language model is built.
+    # For a vision-language model, only the configuration of its language model matters, because only this is built.
     text = h.get_text_config()
     out = _common(text, bool(h.tie_word_embeddings))
     out.names |= family.names
@@ -77,19 +77,19 @@ def _common(h: Any, tied: bool) -> Architecture:
     if not windows and window and getattr(h, "use_sliding_window", True):
         windows = [1] * h.num_hidden_layers
     if any(windows) and window:
-        # HF's window includes the query's token, Megatron's does not.
+        # HF's window counts the query's token, and Megatron's does not.
         settings |= dict(window_size=(window - 1, 0), window_attn_skip_freq=windows)
     out = Architecture(settings, dict(NAMES), h.vocab_size, h.max_position_embeddings, tied, rope_base=0.0)
     if not hasattr(h, "kv_lora_rank"):
         size = getattr(h, "head_dim", None) or h.hidden_size // heads
         settings |= dict(num_query_groups=h.num_key_value_heads, kv_channels=size, softmax_scale=size**-0.5)
-        # The rotary factor multiplies both queries and keys, so it multiplies scores by its square.
+        # The rotary factor multiplies both queries and keys, so scores are multiplied by its square.
         settings["softmax_scale"] *= _rope(h, out) ** 2
     return out
 
 
 def _rope(h: Any, out: Architecture) -> float:
-    """Set base and frequencies of the rotary embedding; return its factor on queries and keys."""
+    """Set base and frequencies of the rotary embedding; return the factor by which it multiplies queries and keys."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = h.rope_parameters
@@ -102,7 +102,7 @@ def _rope(h: Any, out: Architecture) -> float:
         return 1.0
     out.frequencies, factor = ROPE_INIT_FUNCTIONS[kind](h, torch.device("cpu"))
     if factor != 1.0 and out.rotary_share != 1.0:
-        # The factor would apply only to the rotated channels of a head, so it cannot be part of the softmax scale.
+        # The factor would apply to some channels of a head only, so the softmax scale cannot include it.
         raise _refuse(h, f"rope_type {kind} with a partial_rotary_factor")
     return factor
 
@@ -120,8 +120,8 @@ def _qwen2(h: Any, out: Architecture) -> None:
 
 
 def _qwen2_5_vl(h: Any, out: Architecture) -> None:
-    # The three position components of a text token are equal, so multimodal rotary embedding is the same as the
-    # standard one.
+    # The multimodal rotary embedding of text is the standard one, because the three position components of a text token
+    # are equal.
     _qwen2(h, out)
     out.beside = "visual."
 
@@ -137,7 +137,7 @@ def _experts(h: Any, out: Architecture, experts: int, columns: int, sparse: list
         moe_router_topk=h.num_experts_per_tok,
         moe_ffn_hidden_size=columns,
         moe_layer_freq=sparse,
-        # Megatron's auxiliary loss is off; `routing.py` has one that does not depend on the layout.
+        # Megatron's load-balancing loss is off, because it depends on the layout; that of `routing.py` does not.
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
         **more,
@@ -148,7 +148,8 @@ def _qwen3_moe(h: Any, out: Architecture) -> None:
     _qwen3(h, out)
     layers = range(h.num_hidden_layers)
     sparse = [int((i + 1) % h.decoder_sparse_step == 0 and i not in (h.mlp_only_layers or [])) for i in layers]
-    # With norm_topk_prob the weights of the chosen experts sum to 1, as if the softmax were over these experts only.
+    # With norm_topk_prob the weights of the chosen experts sum to 1, as after a softmax over only these experts, which
+    # Megatron computes if the softmax is not before the choice.
     before = not h.norm_topk_prob
     _experts(h, out, h.num_experts, h.moe_intermediate_size, sparse, moe_router_pre_softmax=before)
 
@@ -158,13 +159,13 @@ def _mixtral(h: Any, out: Architecture) -> None:
 
 
 def _biased_experts(h: Any, out: Architecture) -> None:
-    """Add DeepSeek-V3's experts: sigmoid scores, a bias for the choice only, shared experts, dense first layers."""
+    """Add DeepSeek-V3's experts: sigmoid scores, a bias that affects only the choice, shared experts, dense layers."""
     if not h.norm_topk_prob:
         raise _refuse(h, "norm_topk_prob set to false")
-    # Groups do not limit the choice if a token can use all of them.
+    # The groups of experts limit a token's choice only if it cannot use all groups.
     limited = h.n_group != h.topk_group
     if limited and h.num_experts_per_tok // h.topk_group != 2:
-        # Megatron scores a group by its best topk // topk_group experts, transformers by its best two.
+        # Megatron scores a group by its best topk // topk_group experts, and transformers by its best two.
         raise _refuse(h, "num_experts_per_tok other than twice topk_group")
     dense = h.first_k_dense_replace
     _experts(
@@ -176,7 +177,7 @@ def _biased_experts(h: Any, out: Architecture) -> None:
         moe_shared_expert_intermediate_size=h.moe_intermediate_size * h.n_shared_experts,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        # Megatron must not change the checkpoint's bias, because engines route with it too (see `routing.move_biases`).
+        # Megatron must not change the bias, because engines route with the same bias (see `routing.move_biases`).
         moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=h.routed_scaling_factor,
         moe_router_num_groups=h.n_group if limited else None,
@@ -190,7 +191,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         raise _refuse(h, "rope_interleave set to false")
     _biased_experts(h, out)
     head, rope = h.qk_nope_head_dim + h.qk_rope_head_dim, h.rope_parameters
-    # The factor would apply only to the rotary part of a head, so it cannot be part of the softmax scale.
+    # The rotary factor would apply only to the rotary part of a head, so the softmax scale cannot include it.
     rotary = copy(h)
     rotary.head_dim = h.qk_rope_head_dim
     if _rope(rotary, out) != 1.0:
@@ -203,8 +204,8 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         qk_pos_emb_head_dim=h.qk_rope_head_dim,
         v_head_dim=h.v_head_dim,
         kv_channels=head,
-        # `rope` accepts any frequencies; yarn's effect on the softmax scale comes from rotary_scaling_factor and
-        # mscale_all_dim.
+        # The type is `rope`, which accepts any frequencies. For yarn, rotary_scaling_factor and mscale_all_dim change
+        # the softmax scale.
         rope_type="rope",
         rotary_base=out.rope_base,
         rotary_scaling_factor=rope.get("factor") or 1.0,

@@ -2,8 +2,8 @@
 
 This class replaces Megatron's HybridDeviceOptimizer, which cannot resume from our checkpoints: its groups contain
 classes, which our checkpoints may not name; its first load updates the model with random gradients; and it fails on
-float32 parameters. Megatron uses it as a "precision-aware" optimizer: the optimizer stores the float32 weights, so that
-the device does not.
+float32 parameters. To Megatron it is a "precision-aware" optimizer: float32 weights are stored in the optimizer's host
+memory and not on the device.
 """
 
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ from spmdrl.policy.optimizer import new_state
 
 @dataclass
 class HostBuffers:
-    """Host buffers for one parameter at a time, in pinned memory if the parameter is on a GPU."""
+    """Buffers in host memory for one parameter at a time; the memory is pinned if the parameter is on a GPU."""
 
     gradient: torch.Tensor
-    """Gradient, float32."""
+    """The gradient, in float32."""
     weights: torch.Tensor
-    """Updated weights in the parameter's type."""
+    """The updated weights, in the parameter's type."""
     arrived: Any = None
-    """CUDA event after the copy of the gradient to the host; None on a CPU."""
+    """CUDA event that occurs when the gradient is in host memory; None on a CPU."""
     left: Any = None
-    """CUDA event after the copy of the weights to the device; None before the first copy and on a CPU."""
+    """CUDA event that occurs when the updated weights are on the device; None before the first copy and on a CPU."""
 
     def fetch(self, p: torch.Tensor) -> None:
-        """Start copying a parameter's gradient to the host."""
+        """Start copying a parameter's gradient to host memory, without waiting for the copy."""
         if self.left is not None:
             self.left.synchronize()
         self.gradient[: p.numel()].copy_(p.decoupled_grad.flatten(), non_blocking=True)  # type: ignore[attr-defined]
         self.arrived = self._mark(p)
 
     def send(self, p: torch.Tensor, master: torch.Tensor) -> None:
-        """Round float32 weights to the parameter's type and copy them into it."""
+        """Round the float32 weights `master` to the parameter's type, and start copying them into the parameter."""
         rounded = self.weights[: p.numel()].view_as(p)
         rounded.copy_(master)
         p.detach().copy_(rounded, non_blocking=True)
@@ -53,23 +53,25 @@ class HostBuffers:
 class HostAdamW(torch.optim.AdamW):
     """AdamW (https://arxiv.org/abs/1711.05101) whose float32 weights and moments are in host memory.
 
-    Parameters are this rank's shards of the model, on the device and in any type. A step reads the `decoupled_grad` of
-    one parameter after the other and updates it. Host memory: 12 bytes per element, and the gradients of two shards.
-    `state` has "master_param" and the three entries of torch's AdamW for each parameter.
+    Parameters are this rank's shards of the model, on the device and in any type. A step reads the gradients
+    (`decoupled_grad`) of one parameter after the other, and updates the parameter. It needs 12 bytes of host memory for
+    each element, and buffers for two shards. `state` has "master_param" and the three entries of torch's AdamW for each
+    parameter.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any):
-        """params: parameter groups. Further settings of Megatron's optimizer are ignored."""
+        """params: parameter groups. Other settings that Megatron passes are ignored."""
         groups = [dict(group) for group in params]
         for p in (p for group in groups for p in group["params"]):
             if not p.is_leaf:
-                # A shard of a float32 parameter is a view of the parameter.
+                # torch's optimizers refuse a parameter that is a view, such as a shard of a float32 parameter, unless
+                # it retains its gradient.
                 p.retain_grad()
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     @property
     def sub_optimizers(self) -> list[torch.optim.AdamW]:
-        """The optimizers whose state counts steps; Megatron reads this property."""
+        """The optimizers whose states have step counts, which Megatron reads."""
         return [self]
 
     def _all(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
@@ -77,14 +79,14 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Create the state of parameters that have none, from their values."""
+        """Create a state from its values for each parameter that has none."""
         for p in (p for p, _ in self._all() if p not in self.state):
             master = p.detach().to("cpu", torch.float32, copy=True)
             self.state[p] = {"master_param": master} | new_state(master)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Take one step with the gradients that Megatron stored on the parameters."""
+        """Take one step with the gradients that Megatron stored in the parameters' `decoupled_grad`."""
         self.fill()
         todo = self._all()
         most = max((p.numel() for p, _ in todo), default=0)
@@ -95,7 +97,7 @@ class HostAdamW(torch.optim.AdamW):
             if not i:
                 buffers.fetch(p)
             if i + 1 < len(todo):
-                # Start copying the next gradient while this parameter is updated.
+                # The next gradient is copied while the host updates this parameter.
                 pair[(i + 1) % 2].fetch(todo[i + 1][0])
             if buffers.arrived is not None:
                 buffers.arrived.synchronize()
@@ -108,36 +110,37 @@ class HostAdamW(torch.optim.AdamW):
             buffers.send(p, state["master_param"])
         for buffers in pair:
             if buffers.left is not None:
-                # Wait for the copies, because the buffers are freed after this.
+                # The buffers are freed after this step, so their last copies to the device must be complete.
                 buffers.left.synchronize()
 
     @torch.no_grad()
     def take(self, p: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy a saved state into that of a parameter; master weights are named "master_param" or "param"."""
+        """Copy a saved state into a parameter's state. Master weights have the name "master_param" or "param"."""
         self.fill()
         state = self.state[p]
         for name, value in tensors.items():
             if name == "step":
-                # Copy it: Megatron passes the same tensor for all parameters, and each would increment it.
+                # The count is copied, because Megatron passes the same tensor for all parameters, and a step would then
+                # increment it once for each of them.
                 state[name] = value.detach().to("cpu", torch.float32, copy=True)
             else:
                 state["master_param" if name == "param" else name].copy_(value)
 
     @torch.no_grad()
     def update_fp32_param_by_new_param(self) -> None:
-        """Copy parameters that were loaded into the model to the float32 master weights."""
+        """Copy the model's parameters, after weights were loaded into them, to the float32 master weights."""
         for p, state in self.state.items():
             state["master_param"].copy_(p)
 
     def dummy_step(self) -> None:
-        """Create the state before a load; Megatron's version takes a step with random gradients instead."""
+        """Create the state, into which Megatron then loads; its own version takes a step with random gradients."""
         self.fill()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Do nothing: Megatron calls this after a load to copy the state, which exists only once in this class."""
+        """Do nothing. Megatron calls this after a load to copy the state, of which this class has only one copy."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state like torch, but do not cast values to the parameters' type or move them to their device."""
+        """Load a state as torch does, except that values keep their type and stay in host memory."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for index, tensors in state_dict["state"].items():

@@ -1,4 +1,4 @@
-"""Modules of a Megatron policy that Megatron lacks, and layer specs that combine them with Megatron's modules.
+"""Implements the modules that Megatron lacks, and the layer specs that combine them with Megatron's modules.
 
 Shapes: S tokens on a rank, D hidden width.
 """
@@ -40,14 +40,14 @@ from spmdrl.policy.megatron.routing import Router, attach
 def _parameter(config: Any, *shape: int, fill: Any = torch.empty) -> nn.Parameter:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = nn.Parameter(fill(*shape, dtype=config.params_dtype, device=device))
-    # With this attribute, finalize_model_grads sums the gradient over tp, whose ranks each get only a part of the
-    # tokens.
+    # With this attribute, finalize_model_grads sums the gradient over tp. The sum is needed because each rank of tp
+    # processes only a part of the tokens.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
 
 class Norm(nn.Module):
-    """RMSNorm; with `layernorm_zero_centered_gamma` it multiplies by 1 + weight (Gemma)."""
+    """RMSNorm; if `layernorm_zero_centered_gamma` is true, it multiplies by 1 + weight (Gemma) instead of weight."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
@@ -57,26 +57,26 @@ class Norm(nn.Module):
     def forward(self, x):
         """Normalize [..., D]."""
         if self.centered:
-            # As in transformers, round after the multiplication by the weight, not before.
+            # Values are rounded after the multiplication by the weight, not before it, as in transformers.
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear layer that is replicated over a tensor-parallel group; for the down projections of latent attention."""
+    """A linear layer that every rank of a tensor-parallel group has whole: a down projection of latent attention."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any):
         super().__init__()
         self.weight = _parameter(config, output_size, input_size)
 
     def forward(self, x):
-        """Map [..., input] to [..., output]; return it and None for the bias."""
+        """Map [..., input] to [..., output]; return the output, and None in place of a bias that is added later."""
         return F.linear(x, self.weight), None
 
 
 @cache
 def normed(linear: type, norm: type) -> type:
-    """Return a class of row-parallel linear layers whose output is normalized (Gemma's second norm of a block)."""
+    """Return a subclass of the row-parallel class `linear` whose output a `norm` normalizes (Gemma's second norms)."""
 
     class Normed(linear):
         def __init__(self, input_size, output_size, *, config, **kwargs):
@@ -91,22 +91,22 @@ def normed(linear: type, norm: type) -> type:
 
 
 class States(ColumnParallelLinear):
-    """Replaces the output layer: stores the weight, but its forward returns the hidden states unprojected.
+    """Replaces the output layer: it stores the weight, but its forward returns the hidden states unchanged.
 
-    `schedule.py` applies the head, whose backward gives every rank of a tensor-parallel group the complete gradient of
-    the states.
+    `schedule.py` applies the head. The head's backward gives every rank of a tensor-parallel group the complete
+    gradient of the states.
     """
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
-        """Map [S / tp or S, 1, D] to [S, 1, D]."""
+        """Return the states of all tokens, [S, 1, D]; under sequence parallelism the input is [S / tp, 1, D]."""
         if self.sequence_parallel:
-            # The backward of this gather returns to each rank the gradient of its tokens.
+            # The backward of this gather gives each rank the gradient of its part of the tokens.
             return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
         return input_, None
 
 
 class Scalar(nn.Module):
-    """Like `States`, for a head to a few numbers, [labels, D], which is replicated over a tensor-parallel group."""
+    """As `States`, for a head to a few numbers, [labels, D], which every rank of a tensor-parallel group has whole."""
 
     def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()
@@ -135,7 +135,7 @@ class Model(GPTModel):
         labels: int = 1,
         bias: bool = False,
     ):
-        """stage: virtual stage. engine: use TransformerEngine. labels, bias: outputs and bias of a `Scalar` head."""
+        """stage: index of the virtual stage. engine: use TransformerEngine. labels, bias: as in `Scalar`."""
         place: dict[str, Any] = {} if stage is None else dict(ignore_virtual=False, vp_stage=stage)
         first = parallel_state.is_pipeline_first_stage(**place)
         last = parallel_state.is_pipeline_last_stage(**place)
@@ -162,8 +162,8 @@ class Model(GPTModel):
             self.embedding.register_forward_hook(self._scaled)
         for name, p in self.named_parameters():
             if ".mlp.experts." in name:
-                # Megatron sets this only if ep > 1; without it, gradients of experts are not summed over tp if etp <
-                # tp.
+                # Megatron sets this attribute only if ep > 1. Without the attribute, gradients of experts would not be
+                # summed over tp if etp < tp.
                 p.allreduce = False  # type: ignore[attr-defined]
         if arch.frequencies is not None:
             module: Any
@@ -175,12 +175,13 @@ class Model(GPTModel):
         return output * torch.tensor(self.arch.embedding_scale, dtype=output.dtype, device=output.device)
 
     def _is_in_embd_group(self):
-        # Both copies of a tied embedding are read from files; Megatron would sum them over the pipeline at start.
+        # Both copies of a tied embedding are read from files. If this were True, Megatron would replace them by their
+        # sum at start.
         return False
 
 
 def block(config: Any, arch: Architecture, stage: int | None, engine: bool) -> TransformerBlockSubmodules:
-    """Return the layer specs of one stage."""
+    """Return the specs of the layers of a pipeline stage. stage, engine: as in `Model`."""
     sparse = as_list(config.moe_layer_freq) if config.num_moe_experts else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage=stage)
     mine = sparse[first : first + get_num_layers_to_build(config, vp_stage=stage)]
@@ -197,17 +198,17 @@ def _norm(engine: bool) -> Any:
 
 
 def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> ModuleSpec:
-    """Return Megatron's spec of one layer. sparse: whether its feed-forward is a mixture of experts."""
+    """Return the spec of one layer. sparse: whether its feed-forward is a mixture of experts. engine: as in `Model`."""
     column, row, down, core = ColumnParallelLinear, RowParallelLinear, DuplicatedLinear, CoreAttention
     norm = _norm(engine)
     if engine:
         from megatron.core.extensions import transformer_engine as te
 
         column, row, down = te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELinear
-        # TransformerEngine cannot cap scores.
+        # Models that cap attention scores need our attention, because TransformerEngine cannot cap scores.
         core = CoreAttention if arch.softcap else te.TEDotProductAttention
     else:
-        # Megatron's latent attention then treats this class as a layer that is not divided over tp.
+        # Megatron's latent attention takes layers of the class `mla.Linear` as not divided over tp.
         mla.Linear = DuplicatedLinear
     core = ModuleSpec(core, params={"softcap": arch.softcap} if core is CoreAttention else {})
     out = normed(row, norm) if arch.post_norms else row

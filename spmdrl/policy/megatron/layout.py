@@ -1,4 +1,4 @@
-"""Describes how a Megatron policy is divided over ranks, and checks that a model can be divided so."""
+"""Describes how a Megatron policy is divided over ranks, and checks that ranks and model allow this division."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -6,35 +6,35 @@ from math import gcd
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of Megatron's parallel axes; the remaining factor of the number of ranks is data parallelism."""
+    """Sizes of Megatron's parallel axes. Data parallelism has the number of ranks divided by tp * cp * pp."""
 
     tp: int = 1
-    """Tensor parallelism: divides heads, feed-forward columns and the vocabulary."""
+    """Tensor parallelism: number of ranks that divide heads, feed-forward columns and the vocabulary."""
     cp: int = 1
-    """Context parallelism: divides the tokens of each sequence (the `sp` axis of the mesh)."""
+    """Context parallelism: number of ranks that divide the tokens of each sequence (the `sp` axis of the mesh)."""
     pp: int = 1
-    """Pipeline parallelism: divides the layers."""
+    """Pipeline parallelism: number of ranks that divide the layers."""
     virtual_stages: int = 1
-    """Number of non-adjacent groups of layers on each pipeline rank (interleaved schedule if above 1)."""
+    """Number of separate groups of layers on each pipeline rank; above 1, the schedule is the interleaved one."""
     ep: int = 1
-    """Expert parallelism: divides the experts over the ranks of tp, cp and data parallelism."""
+    """Expert parallelism: number of ranks, among those of tp, cp and data parallelism, that divide the experts."""
     etp: int = 1
-    """Expert tensor parallelism: divides the columns of each expert."""
+    """Expert tensor parallelism: number of ranks that divide the columns of each expert."""
     sequence_parallel: bool = True
-    """Divide tokens over tp between the tensor-parallel parts of a layer; no effect with tp 1."""
+    """True to divide the tokens over tp in those parts of a layer that tp does not divide; no effect if tp is 1."""
     last_stage_layers: int = 0
-    """Number of layers of the last stage. 0: an equal share, like all stages without a number."""
+    """Number of layers of the last stage; 0 for the same number as every stage that no setting fixes."""
     first_stage_layers: int = 0
-    """Number of layers of the first stage. 0: an equal share, like all stages without a number."""
+    """Number of layers of the first stage; 0 for the same number as every stage that no setting fixes."""
 
     @property
     def sp(self) -> bool:
-        """True if sequence parallelism is in effect."""
+        """True if sequence parallelism has an effect: it is on, and tp is above 1."""
         return self.sequence_parallel and self.tp > 1
 
 
 def check_ranks(layout: Layout, ranks: int) -> None:
-    """Raise ValueError unless the axes fit the number of ranks; the message names the flag and values that fit."""
+    """Raise ValueError unless the axes fit the number of ranks; the message names the flag and possible values."""
     dense, experts = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp
     if ranks % dense:
         raise ValueError(
@@ -55,7 +55,7 @@ def check_ranks(layout: Layout, ranks: int) -> None:
 
 
 def check_model(layout: Layout, settings: dict) -> None:
-    """Raise ValueError unless the layout can divide a model; the message names the flag and values that fit.
+    """Raise ValueError unless the layout can divide a model; the message names the flag and possible values.
 
     settings: keyword arguments of the model's TransformerConfig (`families.py`).
     """
@@ -86,7 +86,7 @@ def check_model(layout: Layout, settings: dict) -> None:
             f"--parallel.ep {layout.ep}, --parallel.etp {layout.etp}: the model has no experts; leave both at 1"
         )
     if layout.tp > 1 and not layout.sequence_parallel and (experts or mla):
-        # Megatron refuses experts without sequence parallelism, and its gradients of latent attention would be wrong.
+        # Without sequence parallelism, Megatron refuses experts, and its gradients of latent attention are wrong.
         raise ValueError(
             f"--parallel.tp {layout.tp}: a mixture of experts, or latent attention, needs sequence parallelism too; "
             "leave out --parallel.no-sequence-parallel"
@@ -97,7 +97,7 @@ def stages(layout: Layout, layers: int) -> list[int]:
     """Return the number of layers of each pipeline stage.
 
     Raises:
-        ValueError: the layers cannot be divided; the message names the flag and values that fit.
+        ValueError: the layers cannot be divided; the message names the flag and possible values.
     """
     first, last, parts = layout.first_stage_layers, layout.last_stage_layers, layout.virtual_stages
     if not first and not last:
@@ -112,12 +112,12 @@ def stages(layout: Layout, layers: int) -> list[int]:
                 what = f"use {uneven}"
             raise ValueError(f"--parallel.pp {layout.pp}: the model has {layers} layers; {what}")
         return [layers // layout.pp] * layout.pp
-    # If both numbers are set, the message suggests numbers for the last stage.
+    # If the settings give the layers of both stages, the message suggests numbers for the last stage.
     flag, mine, given = ("last", last, first) if last else ("first", first, 0)
     others = layout.pp - 1 - bool(given)
     if mine not in _end_stage(layout, layers, given, parts=1):
         among = f"with --parallel.first-stage-layers {given} " if given else ""
-        # With two stages that both have a number, no other stages exist (`others` is 0).
+        # If there are two stages and the settings give the layers of both, no other stages exist (`others` is 0).
         problem = f"the other {others} of --parallel.pp {layout.pp} cannot divide the rest of {layers} layers"
         name, sizes = f"--parallel.{flag}-stage-layers", _end_stage(layout, layers, given)
         fits = f"{name} may be {some(sizes)}"
@@ -131,10 +131,11 @@ def stages(layout: Layout, layers: int) -> list[int]:
 
 
 def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[int]:
-    """Return the possible sizes of the first or last stage, nearest to an even share first.
+    """Return the possible numbers of layers of the first or last stage, those nearest to an even share first.
 
-    A size is possible if all other stages get an equal number of layers. given: layers of the stage at the other end;
-    0 if it has no number. parts: number of virtual stages, which must divide all sizes; 0 for that of the layout.
+    A number is possible if all other stages can get equally many layers. given: number of layers in the settings for
+    the stage at the other end; 0 if they give none. parts: number of virtual stages, which must divide all numbers of
+    layers; 0 for that of the layout.
     """
     parts, others, rest = parts or layout.virtual_stages, layout.pp - 1 - bool(given), layers - given
     if given % parts:
@@ -146,7 +147,7 @@ def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[
 
 
 def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str:
-    """Return a message that no value fits, with advice. plain: values that fit without virtual stages."""
+    """Return a message that no value is possible, with advice. plain: values possible without virtual stages."""
     if layout.virtual_stages > 1 and plain:
         return f"no {flag} fits --parallel.virtual-stages {layout.virtual_stages}; without that it may be {some(plain)}"
     if given:
@@ -155,18 +156,18 @@ def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:
-    """Raise ValueError unless size divides count; the message names values that fit."""
+    """Raise ValueError unless size divides count; the message names possible values. what: name of what is counted."""
     if count % size:
         raise ValueError(f"{flag} {size}: the model has {count} {what}; {flag} may be {some(divisors(count))}")
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of n, ascending."""
+    """Return the divisors of n in ascending order."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def some(values: list[int]) -> str:
-    """Format the first few values for a message."""
+    """Return the first few values as text for a message."""
     return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")
 
 

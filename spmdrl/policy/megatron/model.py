@@ -1,8 +1,8 @@
 """Creates Megatron's process groups, and builds HF models as Megatron's GPTModel.
 
-Layers are those of TransformerEngine if it is installed and the device is a GPU; otherwise Megatron's layers in plain
-torch. Parameters have the same names in both cases, because norms are always separate modules, not fused into the next
-layer.
+On a GPU, layers are those of TransformerEngine if it is installed. In all other cases they are Megatron's layers in
+plain torch. Parameters have the same names in both cases, because norms are always separate modules and not fused into
+the next layer.
 """
 
 import logging
@@ -26,15 +26,15 @@ from spmdrl.spmd.devices import kind_of
 
 log = logging.getLogger("spmdrl")
 SEED = 1
-"""Seed of Megatron's random states, which training never uses."""
+"""Seed of Megatron's random states. Megatron requires one, but training draws no random numbers from them."""
 FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
-"""Fused operations of Megatron that are disabled."""
+"""Prefixes of the settings of Megatron's fused operations, all of which are disabled."""
 TESTED = "0.16."
-"""Prefix of the megatron-core versions that cause no warning, except 0.16.0."""
+"""Prefix of the versions of megatron-core that are tested, of which 0.16.0 is an exception; others cause a warning."""
 
 
 def require() -> None:
-    """Install the patches of `repairs.py` and, on a CPU, of `cpu.py`. ValueError: megatron-core is not installed."""
+    """Install the patches of `repairs.py`, and on a CPU also of `cpu.py`. ValueError: megatron-core is missing."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(
             "--policy.backend megatron needs megatron-core: "
@@ -54,8 +54,9 @@ def _warn_of(found: str) -> None:
 def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
     """Create Megatron's process groups over the ranks of `group`. Collective over these ranks.
 
-    The axes, from the innermost outwards, are tp, cp, data, pp; for experts etp, ep, data, pp. A further call replaces
-    the groups by those of another layout. group: as in `ranks.over`.
+    Ranks that differ only in tp are adjacent; the further axes are, from the inside outwards, cp, data, pp. Experts
+    have the axes etp, ep, data, pp. A second call replaces the groups by those of another layout. group: as in
+    `ranks.over`.
 
     Raises:
         ValueError: the axes do not fit the number of ranks, or megatron-core is missing.
@@ -68,8 +69,8 @@ def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
     check_ranks(layout, len(place))
     for old in parallel_state._global_process_group_list or []:
         if old in dist.distributed_c10d._world.pg_map:
-            # Destroy the groups of an earlier layout, because the thread of each gloo group wakes up a hundred times a
-            # second.
+            # Groups of an earlier layout are destroyed, because the thread of each gloo group wakes up a hundred times
+            # a second.
             dist.destroy_process_group(old)
     parallel_state.destroy_model_parallel()
     with ranks.making_groups(place):
@@ -88,11 +89,11 @@ def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
 def transformer_config(
     arch: Architecture, layout: Layout, dtype: torch.dtype, device: torch.device, **more: Any
 ) -> Any:
-    """Return Megatron's config of a model. more: keyword arguments of TransformerConfig that take precedence."""
+    """Return Megatron's config of a model. more: keyword arguments of TransformerConfig that override the others."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    # With two stages, the number of the last one fixes both. If both are set, Megatron divides by 0 stages between
-    # them.
+    # With two stages, the number of layers of the last stage determines that of the first. Megatron must get only one
+    # of them, because with both it would divide by the number of stages between them, 0.
     first = 0 if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers
     make: Any = MLATransformerConfig if arch.settings.get("multi_latent_attention") else TransformerConfig
     settings = arch.settings | dict(
@@ -108,13 +109,12 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        # Losses are sums over tokens that are already divided by global counts, so gradients must be summed over ranks.
+        # With this setting Megatron sums gradients over ranks. Losses are already divided by global counts.
         calculate_per_token_loss=True,
-        # No initialization: weights are read from files.
+        # Weights need no initialization, because they are read from files.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
         use_cpu_initialization=kind_of(device) == "cpu",
-        # Micro-batches differ in length, except with virtual stages, where `attention.make_packs` pads them to one
-        # length.
+        # Micro-batches differ in length. Only with virtual stages does `attention.make_packs` pad them to one length.
         variable_seq_lengths=layout.pp > 1 and layout.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=kind_of(device) != "cpu",
@@ -144,15 +144,15 @@ def build(
     labels: int = 1,
     **more: Any,
 ) -> list[Any]:
-    """Build this rank's part of a model: one GPTModel for each virtual stage, in order.
+    """Build this rank's part of a model: a list with one GPTModel for each of its virtual stages, in order.
 
-    On the last stage, the forward of a `Pack` returns hidden states [1, S, D] after the last norm, equal on every rank
-    of a tensor-parallel group; on other stages it returns the input of the next stage. In the backward, the caller must
-    pass the complete gradient of the hidden states on each rank of the group: the sum over the ranks' parts of the
-    vocabulary (`head_weight`).
+    On the last stage, the forward of a `Pack` returns the hidden states [1, S, D] after the last norm, the same on
+    every rank of a tensor-parallel group. On other stages it returns the input of the next stage. For the backward, the
+    caller must pass the complete gradient of the hidden states on each rank of the group. This is the sum over the
+    ranks' parts of the vocabulary (`head_weight`).
 
-    folder: HF safetensors; None leaves weights uninitialized. layout: as in `initialize`. head: `lm`; or `value` or
-    `score` for a linear layer to `labels` numbers instead of the vocabulary. more: as in `transformer_config`.
+    folder: HF safetensors; None leaves weights uninitialized. layout: as in `initialize`. head: `lm` for the language
+    model's head; `value` or `score` for a linear layer to `labels` numbers. more: as in `transformer_config`.
 
     Raises:
         ValueError: the model has no converter, or the layout cannot divide it.
@@ -163,8 +163,8 @@ def build(
     arch = describe(hf_config)
     check_model(layout, arch.settings)
     host, bias = device.type == "cpu", head == "score" and scores_tokens(hf_config)
-    # Build on the meta device: on a CPU, Megatron would create each complete weight in float32 to cut out a rank's
-    # part.
+    # The model is built on the meta device if the device is a CPU. Megatron would otherwise create each complete weight
+    # in float32 to cut out this rank's part.
     with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
@@ -178,7 +178,10 @@ def build(
 
 
 def _with_memory(model: Any, device: torch.device) -> Any:
-    """Move parameters and buffers of a model from the meta device to a device, with buffers at 0; return the model."""
+    """Allocate a model's parameters and buffers, which are on the meta device, on a device; return the model.
+
+    Buffers start at 0, and parameters are uninitialized.
+    """
     allocated: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -186,8 +189,8 @@ def _with_memory(model: Any, device: torch.device) -> Any:
                 continue
             if id(p) not in allocated:
                 allocated[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                # Copy Megatron's attributes of the parameter, such as how it is divided and over which ranks its
-                # gradient is summed.
+                # Megatron's attributes of the parameter must be copied: they say, for example, how it is divided and
+                # over which ranks its gradient is summed.
                 for note, value in vars(p).items():
                     setattr(allocated[id(p)], note, value)
             module._parameters[name] = allocated[id(p)]
@@ -198,9 +201,9 @@ def _with_memory(model: Any, device: torch.device) -> Any:
 
 
 def head_weight(model: Any) -> torch.Tensor:
-    """Return this rank's rows of the output head, [rows, D], without padding. Call it on the last stage only.
+    """Return this rank's rows of the output head, [rows, D], without padding of the vocabulary.
 
-    For the `value` and `score` heads, return the complete head, [labels, D].
+    For the `value` and `score` heads, return the complete head, [labels, D]. Only the last stage has a head.
     """
     if model.head != "lm":
         return model.output_layer.weight

@@ -1,4 +1,4 @@
-"""Implements `Policy` with Megatron-core, over tensor, pipeline, context and expert parallelism.
+"""Implements `Policy` by Megatron-core with tensor, pipeline, context and expert parallelism.
 
 A micro-batch's loss is a sum divided by counts over all ranks and micro-batches, and gradients are summed over data
 positions. So the result does not depend on the layout (law 2).
@@ -31,17 +31,19 @@ from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_mode
 
 
 def layout_of(cfg: TrainingConfig) -> Layout:
-    """Return the layout that the settings describe."""
+    """Return the layout of the policy that the settings describe."""
     axes = cfg.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
     return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers, axes.first_stage_layers)
 
 
 def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
-    """Return loss weight and bias rate for balancing experts (`routing.py`); 0 if the model has no experts or no bias.
+    """Return the weight of the load-balancing loss and the rate of router biases (`routing.py`).
+
+    The weight is 0 if the model has no experts, and the rate is 0 if its routers have no biases.
 
     Raises:
-        ValueError: `demanded` is true, and the model lacks the experts or the bias that a setting needs.
+        ValueError: `demanded` is true, and the model lacks the experts or the biases that a setting needs.
     """
     have = describe(hf_config).settings
     experts, bias = have.get("num_moe_experts"), have.get("moe_router_enable_expert_bias")
@@ -82,7 +84,7 @@ class MegatronPolicy(Learner):
             initialize(self.grid, world.role_group)
         own = path == cfg.model.path
         if not own and not describe(self.hf_config).settings.get("num_moe_experts"):
-            # A critic or reward model may be dense while the policy is a mixture of experts.
+            # A dense critic or reward model, next to a policy with experts, has no experts to divide.
             self.grid = replace(self.grid, ep=1, etp=1)
         more: dict[str, Any] = {}
         if cfg.policy.activation_checkpointing != "none" and trainable:
@@ -109,7 +111,7 @@ class MegatronPolicy(Learner):
         models = self.trainer.models if self.trainer else self.chunks
         caps = softcap_of(text), divisor_of(text)
         self.pipeline = Pipeline(models, self.grid, *caps, world.device, routing_replay, self.labels)
-        # The interleaved schedule runs micro-batches in rounds of pp, so their number must be a multiple of pp.
+        # The interleaved schedule runs pp micro-batches at a time, so their number must be a multiple of pp.
         self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
         convert.load(self.chunks, self.folder, self.blocks)
         if self.trainer:
@@ -120,7 +122,7 @@ class MegatronPolicy(Learner):
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: Any = None
     ) -> list:
-        """Implements `Learner.numbers` without support for head functions."""
+        """Implements `Learner.numbers`, but supports no head functions."""
         assert function is None, "checks.py refuses teachers on this backend"
         return self.pipeline.forward(micros, temperature, second)
 
@@ -160,7 +162,7 @@ class MegatronPolicy(Learner):
         return {"parameters": parameters} | (self.trainer.tensors_by_owner() if self.trainer else {})
 
     def saving(self, copy: bool = False) -> Write:
-        """Implements `Policy.saving`: weights have the compute type, the optimizer state has float32 copies."""
+        """Implements `Policy.saving`; weights have the compute type, and the optimizer state has float32 copies."""
         assert not copy, "checks.py refuses --checkpoint.background"
 
         def write(folder: Path, world: World) -> None:

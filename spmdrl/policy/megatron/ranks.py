@@ -1,8 +1,8 @@
-"""Runs Megatron-core on a part of the job's ranks: under split placement the training ranks, or the scoring ranks.
+"""Runs Megatron-core on a part of the job's ranks: the training ranks under split placement, or the scoring ranks.
 
-Megatron uses the default process group to count ranks, to gather and for barriers. In its modules that do so, this
-module replaces the global name `torch` by a substitute, which uses the group of the ranks with Megatron models instead.
-torch itself stays unchanged.
+Megatron uses the default process group to count ranks, to gather objects and for barriers. In the modules of Megatron
+that use it, this module replaces the global name `torch` by a substitute, whose default group is that of the ranks with
+Megatron models. torch itself stays unchanged.
 """
 
 import functools
@@ -21,12 +21,13 @@ from spmdrl.spmd.mesh import apart_from_default
 
 MODULES = ("parallel_state", "optimizer", "dist_checkpointing.serialization", "dist_checkpointing.validation")
 STRATEGIES = "dist_checkpointing.strategies.torch"
-"""STRATEGIES and MODULES are the modules of megatron.core that use the default group when a policy calls them."""
+"""STRATEGIES and MODULES are the modules of megatron.core that use the default group when a policy runs."""
 OVER_ALL = ("get_world_size", "barrier", "all_gather_object", "broadcast_object_list")
-"""Functions of torch.distributed that these modules call without a group. `get_rank` stays the rank in the job."""
+"""Functions of torch.distributed that these modules call without a group. `get_rank`, which they also call, is not
+replaced: it must return the rank in the job."""
 NAMES = 1_000_000
-"""Group names are numbers. Ranks that create groups without the job's other ranks use numbers from a multiple of this
-on, which depends on the first of these ranks."""
+"""torch names groups by consecutive numbers. Ranks that create groups without the job's other ranks start at a multiple
+of NAMES, which depends on the first of these ranks, so that their names are unique."""
 _made: dict[int, int] = {}
 _group: dist.ProcessGroup | None = None
 
@@ -37,7 +38,7 @@ def group() -> dist.ProcessGroup | None:
 
 
 def _over(function: Any) -> Any:
-    """Return a function of torch.distributed whose default group is `group()`."""
+    """Return a function of torch.distributed with another default group: that of `group()`."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -51,7 +52,7 @@ def _over(function: Any) -> Any:
 
 
 class Distributed(types.ModuleType):
-    """torch.distributed with `group()` in place of the default group."""
+    """A substitute for torch.distributed whose default group is `group()`."""
 
     def __getattr__(self, name):
         value = getattr(torch.distributed, name)
@@ -59,7 +60,7 @@ class Distributed(types.ModuleType):
 
 
 class Torch(types.ModuleType):
-    """Replaces torch in modules of megatron.core."""
+    """A substitute for torch in modules of megatron.core."""
 
     distributed = Distributed("torch.distributed")
 
@@ -68,7 +69,7 @@ class Torch(types.ModuleType):
 
 
 class _Checkpoint(types.ModuleType):
-    """torch.distributed.checkpoint that reads over `group()`."""
+    """A substitute for torch.distributed.checkpoint, which reads checkpoints collectively over `group()`."""
 
     def __getattr__(self, name):
         return getattr(checkpoint, name)
@@ -82,9 +83,9 @@ STAND_IN, CHECKPOINT = Torch("torch"), _Checkpoint("torch.distributed.checkpoint
 
 
 def over(ranks: dist.ProcessGroup | None) -> range:
-    """Make Megatron run over the ranks of a host-side group, or over all ranks for None; return these ranks.
+    """Make Megatron run over the ranks of a host-side group, or for None over all ranks of the job; return the ranks.
 
-    The ranks must be consecutive in the job.
+    Their numbers in the job must be consecutive.
     """
     global _group
     numbers = dist.get_process_group_ranks(ranks) if ranks is not None else list(range(dist.get_world_size()))
@@ -93,7 +94,7 @@ def over(ranks: dist.ProcessGroup | None) -> range:
     _group = ranks if len(place) < dist.get_world_size() else None
     for name in (*MODULES, STRATEGIES):
         module: Any = importlib.import_module(f"megatron.core.{name}")
-        # On a CPU the substitute of `cpu.py` is already installed.
+        # On a CPU the name is already replaced by the substitute of `cpu.py`, which includes this one.
         if module.torch is torch:
             module.torch = STAND_IN
     importlib.import_module(f"megatron.core.{STRATEGIES}").checkpoint = CHECKPOINT  # type: ignore[attr-defined]
@@ -102,11 +103,11 @@ def over(ranks: dist.ProcessGroup | None) -> range:
 
 @contextmanager
 def making_groups(place: range) -> Iterator[None]:
-    """Make Megatron create its groups over these ranks inside this context, without calls on any other rank.
+    """Inside this context, Megatron creates its groups over these ranks without calls on any other rank.
 
-    Splitting a group off the default communicator would involve all ranks of the job, thousands of times on hundreds of
-    GPUs, and creating a host group involves even ranks outside it. So each group is created separately, and its
-    communicator when its ranks first use it.
+    torch would split each group off the default communicator, which involves all ranks of the job, thousands of times
+    on hundreds of GPUs. Creating a host-side group also involves ranks outside the group. So inside this context each
+    group is created by its ranks alone, and its communicator when the ranks first use it.
     """
     from megatron.core import parallel_state
 
@@ -114,8 +115,9 @@ def making_groups(place: range) -> Iterator[None]:
     ours, world = module.RankGenerator, dist.distributed_c10d._world
     count = world.group_count
     if _group is not None:
-        # torch names a group by the number of groups created before. Ranks that create groups without the others would
-        # later name a group of all ranks differently from the other ranks, so such groups get another range of names.
+        # torch names a group by the number of groups created before it. Ranks that create groups alone would later give
+        # a group of all ranks another name than the other ranks do. So groups of these ranks use a separate range of
+        # numbers (NAMES).
         world.group_count = _made.get(place.start, NAMES * (1 + place.start))
         module.RankGenerator = lambda **sizes: ours(**sizes | {"rank_offset": place.start})
     try:

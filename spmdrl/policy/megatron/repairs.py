@@ -1,4 +1,4 @@
-"""Patches of Megatron-core for every machine; `cpu.py` has further patches for CPUs."""
+"""Patches Megatron-core on every machine; `cpu.py` has further patches for CPUs."""
 
 import contextlib
 import importlib
@@ -22,29 +22,28 @@ MODULES = (
     "transformer.multi_latent_attention",
     "transformer.moe.moe_layer",
 )
-"""The modules of megatron.core that a policy uses; they import all others that it needs."""
+"""The modules of megatron.core that a policy uses; they import all other modules that a policy needs."""
 NOISE = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"When using .* CUDA_DEVICE_MAX_CONNECTIONS",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
-"""Patterns of warnings that appear at every step and need no action by the user."""
+"""Patterns of warnings that Megatron repeats at every step although the user need not act on them."""
 
 
 @contextlib.contextmanager
 def quiet():
-    """Suppress Megatron's warnings that Apex and TransformerEngine are not installed, because both are optional."""
+    """Suppress, inside this context, warnings that Apex or TransformerEngine is missing, because both are optional."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class OneCopy(TorchFunctionMode):
-    """Makes `clone` of a bfloat16 tensor return the tensor itself, to save memory in the constructor of Megatron's
-    optimizer.
+    """Saves memory in the constructor of Megatron's optimizer: `clone` of a bfloat16 tensor returns the tensor itself.
 
-    The constructor creates float32 weights by `.clone().float()`, in which `float` already copies. It clones no other
-    bfloat16 tensors.
+    The constructor creates float32 weights by `.clone().float()`, in which `float` already copies. It clones bfloat16
+    tensors for no other purpose.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -55,13 +54,13 @@ class OneCopy(TorchFunctionMode):
 
 
 def load() -> dict[str, Any]:
-    """Import MODULES without their warnings about missing libraries; return them by name."""
+    """Import MODULES without warnings about missing libraries; return name -> module."""
     with quiet():
         return {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
 
 
 def on_gpus() -> bool:
-    """Return True if this program's ranks use GPUs; even on a machine with GPUs they may use its CPUs."""
+    """Return True if this program's ranks use GPUs. On a machine with GPUs, ranks may still use CPUs."""
     return "nccl" in dist.get_backend() if dist.is_initialized() else torch.cuda.is_available()
 
 
@@ -74,7 +73,7 @@ def install() -> None:
 
 
 def _engine(loaded: dict[str, Any]) -> None:
-    """Correct flags that Megatron sets as if TransformerEngine were installed, after finding its wrapper module."""
+    """Correct flags if TransformerEngine is missing: Megatron sets them when it can import its own wrapper of it."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -84,7 +83,7 @@ def _engine(loaded: dict[str, Any]) -> None:
 
 
 def _states() -> None:
-    """Make loads restore step counts and the state of `HostAdamW`, which Megatron would lose."""
+    """Make a load restore step counts and the state of `HostAdamW`; Megatron's code would lose both."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -100,9 +99,10 @@ def _states() -> None:
         group, place = self.model_param_group_index_map[model_param]
         p = self.optimizer.param_groups[group]["params"][place]
         if isinstance(self.optimizer, HostAdamW):
-            # Megatron would replace the state by views of the tensors that it read, on their device.
+            # `take` copies the values into the state in host memory. Megatron would replace the state by the tensors
+            # that it read, on their device.
             return self.optimizer.take(p, tensors)
-        # torch's AdamW counts steps per parameter, but saved states have one count per group.
+        # torch's AdamW counts the steps of each parameter, but a saved state has one count for each group.
         state = self.optimizer.state[p]
         if "step" not in tensors and "step" in state:
             tensors = {**tensors, "step": state["step"].clone()}

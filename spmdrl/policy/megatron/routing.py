@@ -1,11 +1,11 @@
-"""Routers of a Megatron policy: routing replay, a load-balancing loss, router biases adjusted by expert load.
+"""Routes tokens to experts in a Megatron policy: routing replay, a load-balancing loss, biases that balance the load.
 
-A pack contains the information that routers need (`attention.Params.routing`). A router gets it when the forward of its
-layer starts, so that it is also correct when activation checkpointing runs the layer again, after other packs.
+A pack carries the information that routers need (`attention.Params.routing`). A router gets it when the forward of its
+layer starts. So it is also right when activation checkpointing runs the layer again, after other packs.
 
 The loss is the load-balancing loss of https://arxiv.org/abs/2101.03961 within each sequence, as in DeepSeek-V3
 (https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never divided over micro-batches or data positions, so
-the loss is the same in every layout. Megatron's loss instead depends on the division into micro-batches.
+this loss is the same in every layout. Megatron's own loss depends on the division into micro-batches.
 
 Shapes: S tokens of a pack on this rank (divided by tp under sequence parallelism), B sequences, L layers with experts,
 E experts, K experts per token.
@@ -31,17 +31,18 @@ from spmdrl.policy.megatron.layout import as_list
 
 @dataclass
 class Routing:
-    """Information about a pack for its routers; rows are in the order of a router's tokens."""
+    """What routers need to know about a pack; rows are in the order of the tokens that a router gets."""
 
     sequence_S: torch.Tensor
-    """Index of each token's sequence, int64; B for padding and for all tokens of a dummy pack."""
+    """Index of the sequence of each token, int64; B for padding and for all tokens of a dummy pack."""
     lengths_B: torch.Tensor
-    """Number of tokens of each sequence over all ranks, float32."""
+    """Number of tokens of each sequence, counted over all ranks, float32."""
     weight: float
-    """Weight of one token's loss: the coefficient divided by the number of tokens over all ranks; 0: no loss."""
+    """Weight of one token's load-balancing loss: the coefficient in the settings divided by the number of tokens over
+    all ranks; 0 for no loss."""
     prescribed_SLK: torch.Tensor | None = None
-    """Experts that the router must choose; where it is FREE (-1), the router chooses. None: the router always
-    chooses."""
+    """Experts that the router must choose for each token; where the value is FREE (-1), the router chooses. None: the
+    router chooses for all tokens."""
 
 
 def plan(
@@ -49,8 +50,8 @@ def plan(
 ) -> Routing:
     """Return the Routing of one pack.
 
-    rows: the part of `Pack.rows` that this rank's routers get, int64 [S]. lengths_B: lengths of the pack's sequences.
-    real: False for a dummy pack. prescribed_TLK: as in `Routing`, for all tokens of the pack in order.
+    rows: the part of `Pack.rows` for the tokens that this rank's routers get, int64 [S]. lengths_B: number of tokens of
+    each sequence. real: False for a dummy pack. prescribed_TLK: as in `Routing`, for all tokens of the pack in order.
     """
     inside, device = rows >= 0, rows.device
     ends = lengths_B.to(device).cumsum(0)
@@ -62,22 +63,25 @@ def plan(
 
 
 class Router(TopKRouter):
-    """Megatron's router with routing replay, and with expert counts and a loss over a pack's real tokens."""
+    """Megatron's router with routing replay; it counts the tokens of experts and has a load-balancing loss.
+
+    Count and loss leave out padding tokens.
+    """
 
     place = 0
-    """Index of this layer among the model's layers with experts, from 0."""
+    """Index of the router's layer among the model's layers with experts, from 0."""
     routing_of: Routing | None = None
-    """Routing of the current pack."""
+    """The Routing of the pack whose forward runs; None if the layer runs without one."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Megatron calls `get_replay_topk` instead of topk. The object must not be a module, or the router would become
-        # a submodule of itself.
+        # Megatron calls `get_replay_topk` of this object instead of topk. The object must not be a module, because the
+        # router would then be a submodule of itself.
         self.router_replay: Any = SimpleNamespace(get_replay_topk=self._choose)
         self.forget()
 
     def forget(self) -> None:
-        """Reset the expert counts and the loss."""
+        """Reset the counts of experts' tokens and the loss to zero."""
         device = self.weight.device
         self.load_E = torch.zeros(len(self.weight), dtype=torch.float64, device=device)
         self.balance = torch.zeros((), dtype=torch.float64, device=device)
@@ -85,7 +89,10 @@ class Router(TopKRouter):
     def _choose(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and indices of the chosen experts, [S, K] each. scores: [S, E]."""
+        """Return the scores and the indices of the chosen experts, [S, K] each. scores: [S, E], of all experts.
+
+        choose: Megatron's topk, for tokens whose experts are not prescribed.
+        """
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         prescribed = self.routing_of.prescribed_SLK if self.routing_of else None
         if prescribed is None:
@@ -94,10 +101,11 @@ class Router(TopKRouter):
         return scores.gather(1, chosen), chosen
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
-        """Return Megatron's weights and choices, [S, 1, E] -> [S, E] each; count choices and attach the loss."""
+        """Return Megatron's weights and choices, [S, E] each, from logits [S, 1, E]; count choices and add the loss."""
         probs, chosen = super().routing(logits, padding_mask)
         now = self.routing_of
-        # Count only passes with gradient: not old logp, and not the first pass under activation checkpointing.
+        # Only passes with a gradient count. This leaves out old logp, and the first pass under activation
+        # checkpointing.
         if now is None or not self.training or not torch.is_grad_enabled():
             return probs, chosen
         real = now.sequence_S < len(now.lengths_B)
@@ -109,7 +117,10 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _loss(self, logits_SE: torch.Tensor, now: Routing) -> torch.Tensor:
-        """Return this rank's part of the sum over sequences of length * E * sum(f * P). Collective over tp and cp."""
+        """Return this rank's part of the sum over sequences of length * E * sum(f * P). Collective over tp and cp.
+
+        For each expert, f is the share of the sequence's choices that it gets, and P its mean probability.
+        """
         chosen, scores = compute_routing_scores_for_aux_loss(logits_SE, self.topk, self.score_function)
         sums = [
             x.new_zeros(len(now.lengths_B) + 1, x.shape[1]).index_add(0, now.sequence_S, x)[:-1]
@@ -121,7 +132,7 @@ class Router(TopKRouter):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns a tensor unchanged; its backward also sends a gradient of 1 to a loss."""
+    """Returns a tensor unchanged. Its backward also sends a gradient of 1 to a loss that is not part of the result."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -133,12 +144,12 @@ class _WithLoss(torch.autograd.Function):
 
 
 def routers(models: list[Any]) -> list[Router]:
-    """Return the routers of this rank, in the order of the layers."""
+    """Return the routers of this rank in the order of their layers."""
     return [m for model in models for m in model.modules() if isinstance(m, Router)]
 
 
 def attach(model: nn.Module, arch: Architecture) -> None:
-    """Number the routers of a GPTModel, and add hooks to its layers that pass each pack's routing to the routers."""
+    """Set `place` of a GPTModel's routers, and add hooks to its layers that pass a pack's Routing to the routers."""
     if not arch.settings.get("num_moe_experts"):
         return
     freq = as_list(arch.settings["moe_layer_freq"])
@@ -154,9 +165,9 @@ def _set_routing(router: Router, layer: nn.Module, args: tuple, kwargs: dict) ->
 
 
 def mean_loss(models: list[Any]) -> torch.Tensor:
-    """Return the mean over layers of `Router.balance`, a loss summed over this data position's tokens.
+    """Return the mean over layers of `Router.balance`, the loss summed over the tokens of this data position.
 
-    The loss per token is 1 if experts are used evenly, and E / K if the same K are always chosen. Collective.
+    The loss of a token is 1 if experts are used evenly, and E / K if the same K experts are always chosen. Collective.
     """
     total = torch.zeros((), dtype=torch.float64, device=next(models[0].parameters()).device)
     for router in routers(models):
@@ -168,9 +179,9 @@ def mean_loss(models: list[Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def move_biases(models: list[Any], rate: float) -> None:
-    """Increase by `rate` the biases of experts with a load below the mean of this step; decrease those above it.
+    """Increase by `rate` the biases of experts with fewer tokens than the mean of this step; decrease those with more.
 
-    Source: https://arxiv.org/abs/2408.15664. Loads are counts of tokens, so the result does not depend on the layout.
+    Source: https://arxiv.org/abs/2408.15664. The result depends only on counts of tokens, and so not on the layout.
     Collective.
     """
     for router in routers(models):

@@ -28,7 +28,7 @@ Numbers = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pipeline:
-    """Runs micro-batches through this rank's chunks of a model by Megatron's schedules (1F1B, interleaved)."""
+    """Runs micro-batches through this rank's parts of a model by Megatron's schedules (1F1B or interleaved)."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class Pipeline:
         replay: bool = False,
         labels: int = 1,
     ):
-        """models: the result of `model.build`, possibly wrapped for training. softcap, divisor: cap and divisor of
-        logits.
+        """models: the result of `model.build`, possibly wrapped for training. softcap: cap on logits; None for no cap.
 
-        replay: routers must choose the experts in `token["experts"]`. labels: number of outputs of a `score` head.
+        divisor: number that divides logits, without the temperature. replay: whether routers must choose the experts in
+        `token["experts"]`. labels: number of outputs of a `score` head for a token.
         """
         from megatron.core import parallel_state
 
@@ -61,16 +61,16 @@ class Pipeline:
         self.pp_group = state.get_pipeline_model_parallel_group()
 
     def forward(self, micros: list[Batch], temperature: float, second: Second) -> list[Numbers]:
-        """Return the head's numbers of every micro-batch on every stage, without gradient. Collective."""
+        """Return on every stage the head's numbers of all micro-batches, without gradient. Collective."""
         with torch.no_grad():
             return self._everywhere(micros, self._run(micros, temperature, second, None))
 
     def forward_backward(
         self, micros: list[Batch], objective: Objective, shared: Shared, balance: float = 0.0
     ) -> Metrics:
-        """Add the gradient of the summed losses to the models' buffers; return statistics on every stage. Collective.
+        """Add the gradient of the summed losses to the models' gradient buffers; return statistics on every stage.
 
-        balance: weight of one token's load-balancing loss.
+        balance: weight of one token's load-balancing loss (`Routing.weight`). Collective.
         """
         metrics, self.balance = Metrics(), balance
         mine = self._run(
@@ -78,7 +78,7 @@ class Pipeline:
         )
         numbers = self._everywhere(micros, mine)
         if not self.last:
-            # Stages without the head compute the statistics from the numbers that the last stage sent.
+            # Stages without the head compute the statistics too, from the numbers that the last stage sent.
             with torch.no_grad():
                 for micro, (first_T, second_T) in zip(micros, numbers, strict=True):
                     self._loss(objective, shared, metrics, micro, first_T, second_T)
@@ -86,21 +86,24 @@ class Pipeline:
 
     @property
     def last(self) -> bool:
-        """True if this rank has the head."""
+        """True if this rank is on the last pipeline stage, which has the head."""
         return self.pp_group.rank() == self.pp_group.size() - 1
 
     def _loss(
         self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, first_T, second_T
     ) -> torch.Tensor:
         if not len(micro):
-            # Multiplying the sum by zero keeps the graph, so that the backward runs, for which other ranks wait.
+            # The loss is 0, but multiplying the sum by zero keeps the graph: other ranks wait for this backward.
             first_T, second_T = (x.sum() * x.new_zeros(0) for x in (first_T, second_T))
         result = objective.loss(micro, first_T, second_T, shared)
         metrics.merge(result.stats)
         return result.loss
 
     def _run(self, micros: list[Batch], temperature: float, second: Second, to_loss: Callable | None) -> list[Numbers]:
-        """Run the schedule once; return the head's numbers on the last stage, an empty list on other stages."""
+        """Run the schedule once; return the head's numbers on the last stage, and an empty list on other stages.
+
+        to_loss: function of a micro-batch and its numbers that returns the loss; None for a forward without backward.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not micros:
@@ -127,7 +130,8 @@ class Pipeline:
         def finish(micro: Batch, run: Batch, pack: Pack, model: Any, states: torch.Tensor):
             numbers = self._numbers(unwrapped(model), states[0], run, pack, temperature, second)
             value = to_loss(micro, *numbers) if to_loss else numbers[0].sum()
-            # A token count of 0 prevents Megatron from dividing the loss, which already includes every denominator.
+            # The second element is a number of tokens by which Megatron would divide the loss. It is 0, which turns the
+            # division off, because the loss already includes every denominator.
             return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
 
         longest = max(pack.tokens.shape[1] for pack in packs)
@@ -146,7 +150,8 @@ class Pipeline:
     ) -> Numbers:
         """Return the head's numbers [T], 0 outside the loss mask, equal over tp and cp. Collective over tp and cp."""
         tokens_T, mask_T = run.token["tokens"].to(self.device), run.token["mask"].to(self.device)
-        # A token is predicted by the state before it; a reward model uses the state after it.
+        # of_S is the token to which each state belongs: the next one, which the state predicts, or for a reward model
+        # the state's own token.
         of_S = torch.where(pack.rows < 0, -1, pack.rows + int(self.head != "score"))
         inside = (of_S >= 0) & (of_S < len(mask_T))
         at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()
@@ -164,7 +169,7 @@ class Pipeline:
         return first_T, other_T
 
     def _everywhere(self, micros: list[Batch], mine: list) -> list[Numbers]:
-        """Return the last stage's numbers on every stage. Collective over pp."""
+        """Send the last stage's numbers to all stages and return them. Collective over pp."""
         lengths = [micro.n_tokens if len(micro) else 2 for micro in micros]
         if self.pp_group.size() > 1 and micros:
             flat = torch.zeros(2, sum(lengths), *self.shape, device=self.device)

@@ -1,4 +1,4 @@
-"""Gradients and optimizer of a Megatron policy: DDP buffers and the distributed optimizer."""
+"""Trains a Megatron policy: sums gradients in DDP buffers, and updates weights by the distributed optimizer."""
 
 import math
 from pathlib import Path
@@ -14,14 +14,14 @@ from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.safe_pickle import vet
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
-"""Options to save optimizer state so that another layout can read it; the state is gathered in host memory."""
+"""Options with which Megatron saves optimizer state that another layout can read; it gathers them in host memory."""
 
 
 class Trainer:
-    """Trains a model with gradient buffers, which are summed over data positions, and an AdamW sharded over these."""
+    """Gradient buffers of a model, summed over data positions, and its AdamW, which is sharded over data positions."""
 
     def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
-        """models: the result of `model.build`. host_optimizer: use `HostAdamW`."""
+        """models: the result of `model.build`. dtype: type of the forward. host_optimizer: use `HostAdamW`."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.optimizer import OptimizerConfig as Settings
@@ -34,8 +34,9 @@ class Trainer:
                 DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
             ]
             for buffer in self._buffers():
-                # Megatron reads the state of several buckets (a tied embedding has a separate one) at offsets that
-                # include padding, but omits the padding when it concatenates buckets. So count padding as data.
+                # A buffer may have several buckets, because a tied embedding has a separate one. Megatron reads their
+                # state at offsets that include padding, but omits the padding when it concatenates buckets. So padding
+                # is counted as data.
                 buffer.numel_unpadded = buffer.numel
                 for bucket in buffer.buckets:
                     bucket.numel_unpadded = bucket.grad_data.numel()
@@ -54,16 +55,18 @@ class Trainer:
                 optimizer_cpu_offload=host_optimizer,
             )
             if host_optimizer:
-                # Without these options the device would store a second copy of the float32 weights. They are set here,
-                # because the constructor would check the version of TransformerEngine, which may not be installed.
+                # Without these options the device would also store the float32 weights. The options are set after the
+                # constructor, which would check the version of TransformerEngine, although it may not be installed.
                 settings.use_precision_aware_optimizer = True
                 settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
             with repairs.OneCopy():
                 self.optimizer: Any = get_megatron_optimizer(settings, self.models)
         for group in self.optimizer.param_groups:
-            # `wd_mult` exempts vectors from weight decay. Megatron applies it in its scheduler, which is not used.
+            # `wd_mult` is 0 for vectors, which get no weight decay. Megatron multiplies by it only in its scheduler,
+            # which is not used.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
-        # Gradients are summed over data positions and never divided by ranks, micro-batches or tokens.
+        # With this setting, gradients are summed over data positions and never divided by ranks, micro-batches or
+        # tokens.
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = lambda models, tokens=None, **groups: finalize(models, None, **groups)
 
@@ -75,19 +78,24 @@ class Trainer:
 
     @torch.no_grad()
     def norm(self) -> float:
-        """Return the gradient's global 2-norm in float64, the same on every rank; tied weights count once.
-        Collective.
+        """Return the global 2-norm of the gradient in float64, the same on every rank. Collective.
+
+        Each tied weight counts once.
         """
         self.optimizer.prepare_grads()
         total = torch.zeros((), dtype=torch.float64, device=next(self.models[0].parameters()).device)
         for gradient in (g for each in self._chained() for g in each.get_main_grads_for_grad_norm()):
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        # One collective serves all optimizers, because a pipeline stage may lack the optimizer of experts.
+        # The sum over all optimizers is reduced at once: a pipeline stage may lack the optimizer of experts, and could
+        # not take part in a collective for each of them.
         dist.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
         return math.sqrt(total.item())
 
     def step(self, lr: float, norm: float, largest: float) -> None:
-        """Take one step of AdamW with gradients clipped to the norm `largest` (0: no clipping). Collective."""
+        """Take one step of AdamW with gradients clipped to the norm `largest`; 0 for no clipping. Collective.
+
+        norm: the result of the method `norm`.
+        """
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip
 
         for group in self.optimizer.param_groups:
@@ -98,14 +106,15 @@ class Trainer:
                 clip(parameters, largest, norm, each.config.use_precision_aware_optimizer)
         *before, last = self._chained()
         for each in before:
-            # Each optimizer would all-gather all weights; the gather of the last optimizer is enough.
+            # Each optimizer would all-gather all weights after its step. The gather of the last one is enough, so the
+            # others get no models for it.
             chunks, each.model_chunks = each.model_chunks, []
             each.step_with_ready_grads()
             each.model_chunks = chunks
         last.step_with_ready_grads()
 
     def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
-        """Return this rank's tensors by owner: gradients, optimizer."""
+        """Return this rank's tensors by owner, `gradients` or `optimizer`."""
         states = [s for each in self._optimizers() for s in each.state.values()]
         masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
         known = {p.untyped_storage()._cdata for model in self.models for p in model.module.parameters()}
@@ -117,7 +126,7 @@ class Trainer:
         return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
 
     def _chained(self) -> list[Any]:
-        """Return Megatron's optimizers; experts have a separate optimizer."""
+        """Return Megatron's optimizers: one for most weights, and another one for the weights of experts."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _optimizers(self) -> list[Any]:
@@ -128,7 +137,7 @@ class Trainer:
             if isinstance(each, HostAdamW):
                 each.fill()
             elif isinstance(each, torch.optim.AdamW):
-                # Megatron needs a step count, which torch's AdamW lacks before its first step.
+                # Megatron saves a step count, which torch's AdamW has only after its first step.
                 fill_state(each)
         names = {}
         for i, model in enumerate(self.models):
@@ -137,7 +146,7 @@ class Trainer:
         return {"optimizer": self.optimizer.sharded_state_dict(names, is_loading=loading, metadata=SHARDING)}
 
     def save(self, folder: Path) -> None:
-        """Write optimizer state by Megatron's dist checkpointing. Collective."""
+        """Write optimizer state into `folder` by Megatron's dist checkpointing. Collective."""
         from megatron.core import dist_checkpointing
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +154,7 @@ class Trainer:
             dist_checkpointing.save(self._state(False), str(folder), _in_this_process())
 
     def load(self, folder: Path) -> None:
-        """Read optimizer state that `save` wrote under this or another layout. Collective."""
+        """Read optimizer state that `save` wrote under this layout or another one. Collective."""
         from megatron.core import dist_checkpointing
 
         vet(folder)
@@ -157,17 +166,19 @@ class Trainer:
             restore_settings(each, own)
             for state in each.state.values():
                 if "step" in state:
-                    # Copy it: Megatron passes the same tensor for all parameters, and each would increment it.
+                    # The count is copied, because Megatron passes the same tensor for all parameters, and a step would
+                    # then increment it once for each of them.
                     state["step"] = state["step"].clone()
 
     def take_weights(self) -> None:
-        """Update the optimizer's float32 weights from weights that were loaded into the model."""
+        """Set the optimizer's float32 weights to the weights that were loaded into the model."""
         self.optimizer.reload_model_params()
 
 
 def _in_this_process() -> Any:
-    """Return a save strategy that writes Megatron's file format in this process; Megatron's strategy leaks a
-    process.
+    """Return a save strategy that writes Megatron's file format in this process.
+
+    Megatron's own strategy starts a process that never ends.
     """
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from torch.distributed import checkpoint

@@ -1,13 +1,13 @@
-"""Runs layers that mix tokens without attention over packs: recurrent layers and short convolutions of transformers.
+"""Runs recurrent layers and short convolutions of transformers over packs.
 
-A layer runs the forward of transformers on rows instead of the pack: on a GPU with the kernels of
-flash-linear-attention, causal-conv1d and mamba-ssm if they are installed, else in plain torch. A row is one sequence,
-or a part of one that starts from the last state of an earlier row; the state is passed as the layer's cache. Rows of
-similar length form a batch with padding on the right, which does not affect tokens before it.
+A layer runs its forward in transformers on rows instead of the pack. On a GPU this uses the kernels of
+flash-linear-attention, causal-conv1d and mamba-ssm if they are installed; in all other cases it is plain torch. A row
+is one sequence, or a part of a sequence that starts from the last state of an earlier row. The state is passed as the
+layer's cache. Rows of similar length form a batch with padding at their ends, which does not affect earlier tokens.
 
 In a tree (`data/tree.py`), a node with children is a separate row without padding, and passes its last state to its
-children. For layers that cannot start from a state, each row is a complete path from a root to a leaf. This is exact
-too, and costs as much as sequences without shared prompts.
+children. Some layers cannot start from a state. For them each row is a complete path from a root to a leaf, which is
+exact too, but costs as much as sequences without shared prompts.
 """
 
 import inspect
@@ -29,51 +29,51 @@ CARRIERS = (
     *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Zamba2MambaMixer"),
     "ShortConv",
 )
-"""Endings of class names of layers that can start from a state: gated delta rules, Mamba-2, short convolutions.
+"""Layers whose class name has one of these endings can start from a state: gated delta rules, Mamba-2, convolutions.
 
-Mamba-1 is not among them, because transformers lets it start from a state only for a single token."""
+Mamba-1 is in OTHERS, because in transformers it can start from a state only for a single token."""
 OTHERS = ("LightningAttention", "MambaMixer", "RecurrentBlock")
-"""Endings of class names of layers that cannot start from a state: MiniMax, Mamba-1, Griffin."""
+"""Layers whose class name has one of these endings cannot start from a state: MiniMax, Mamba-1, Griffin."""
 UNUSED = ("attention_mask", "cache_params", "past_key_values")
-"""Arguments of a layer that are None in a call over rows."""
+"""Names of a layer's arguments that are set to None in a call over rows."""
 OF_PACKS = (*UNUSED, "packing", "seq_idx", "cu_seq_lens_q")
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────
 
 Span = tuple[int, int]
-"""Index of the first token in the pack, and number of tokens."""
+"""Consecutive tokens of a pack: the index of the first token, and the number of tokens."""
 
 
 @dataclass
 class RowClass:
-    """B rows, padded to L tokens, that a layer computes in one batch."""
+    """B rows, padded to L slots, that a layer computes in one batch."""
 
     gather: torch.Tensor
-    """int64 [B * L]: index of the token in each slot; padding slots repeat a row's first token."""
+    """int64 [B * L]: index in the pack of the token in each slot; padding slots repeat a row's first token."""
     sequences: int
     """The number of rows, B."""
     read: torch.Tensor
-    """int64 [n]: slots whose outputs are used."""
+    """int64 [n]: the slots whose outputs are used, because no other row provides the output for the same token."""
     tokens: torch.Tensor
-    """int64 [n]: index of the token in each of these slots."""
+    """int64 [n]: index in the pack of the token in each slot of `read`."""
     starts: torch.Tensor | None
-    """int64 [B]: index, among the states passed on so far, of the state from which each row starts; None for zeros."""
+    """int64 [B]: for each row, which of the states passed on so far it starts from; None if all start from zeros."""
     hands: bool
-    """True if the rows' last states are passed on; these get the next indices, in the order of the rows."""
+    """True if the last states of the rows are passed on. They follow the states passed on so far, in order of rows."""
 
 
 @dataclass
 class Rows:
-    """All rows of a pack, in an order in which states are computed before they are used."""
+    """All rows of a pack, in an order in which a state is computed before the rows that start from it."""
 
     classes: list[RowClass]
     order: torch.Tensor
-    """int64 [T]: index of each token in the concatenated outputs of the classes."""
+    """int64 [T]: where the output for each token is in the concatenated outputs of the classes."""
 
 
 def rows_of(packing: Packing, hand: bool) -> Rows:
-    """Return the rows of a pack, computed once per forward. hand: rows may start from the states of others."""
+    """Return the rows of a pack, computed once per forward. hand: whether rows may start from states of other rows."""
     if hand not in packing.rows:
         packing.rows[hand] = _plan(packing, hand)
     return packing.rows[hand]
@@ -82,21 +82,23 @@ def rows_of(packing: Packing, hand: bool) -> Rows:
 def _plan(packing: Packing, hand: bool) -> Rows:
     own = [spans[-1] for spans in packing.spans]
     followed = set(packing.parents)
-    spans: list[list[Span]] = []  # for each node: spans of the row that ends with it
-    source: list[int] = []  # the node from whose state that row starts, -1 for zeros
+    spans: list[list[Span]] = []  # For each node, these are the spans of the row that ends with the node.
+    source: list[int] = []  # For each node, its row starts from the state after this node, or from zeros if it is -1.
     handing: list[bool] = []
-    depth: list[int] = []  # number of states in sequence that must be computed before
+    depth: list[int] = []  # For each node, so many rows must be computed one after the other before its row.
     for node, parent in enumerate(packing.parents):
         takes = parent >= 0 and handing[parent]
         spans.append([own[node]] if takes or parent < 0 else [*spans[parent], own[node]])
         source.append(parent if takes else source[parent] if parent >= 0 else -1)
         depth.append(depth[source[node]] + 1 if source[node] >= 0 else 0)
-        # After a state, transformers treats a single token as a generation step.
+        # A row of a single token passes no state on, because transformers treats a single token after a state as a
+        # generation step.
         handing.append(hand and node in followed and sum(n for _, n in spans[node]) > 1)
     classes: list[RowClass] = []
     number: dict[int, int] = {}
     seen: set[Span] = set()
-    # A node with children that does not pass on its state is computed in the row of its first child.
+    # Rows end at leaves, and at nodes that pass on their state. Any other node is computed in the row of its first
+    # child.
     ends = [node for node in range(len(own)) if handing[node] or node not in followed]
     for level in range(max(depth) + 1):
         for hands, groups in ((True, grouped), (False, alike)):
@@ -114,7 +116,11 @@ def _plan(packing: Packing, hand: bool) -> Rows:
 def _row_class(
     rows: list[list[Span]], seen: set[Span], starts: list[int] | None, hands: bool, device: torch.device
 ) -> RowClass:
-    """Return a batch of rows. seen: spans whose outputs other rows provide; the spans of these rows are added to it."""
+    """Return a batch of rows.
+
+    rows: the spans of each row. seen: spans whose outputs earlier rows provide; this function adds the spans of these
+    rows. starts, hands: as in `RowClass`.
+    """
     tokens, fresh = [], []
     for spans in rows:
         tokens.append(torch.cat([torch.arange(first, first + n) for first, n in spans]))
@@ -139,35 +145,39 @@ def _row_class(
 
 
 class State:
-    """A transformers cache for one layer and one call, through which gradients of states can flow."""
+    """Stands in for transformers' cache in one call of one layer; gradients can flow through its states."""
 
     record_past = False
 
     def __init__(self, start: "dict[str, torch.Tensor] | None"):
-        """start: states `conv` [B, C, k - 1] and, for layers that have one, `recurrent`; None for zeros."""
+        """start: the states from which rows start; None for zeros.
+
+        They are `conv` [B, C, k - 1], for C channels and a convolution over k tokens, and `recurrent` if the layer has
+        a recurrent state.
+        """
         self.start, self.last = start, {}
 
     @property
     def layers(self) -> Any:
-        """The layers of the cache by index; every index returns this object."""
+        """The cache's entries for layers, by index; every index gives this object."""
         return defaultdict(lambda: self)
 
     @property
     def conv_states(self) -> list[torch.Tensor]:
-        """The convolution's states, as in transformers' cache of a layer."""
+        """The states of the convolution, as in transformers' cache for one layer."""
         return [self.start["conv"]] if self.start else []
 
     @property
     def recurrent_states(self) -> list[torch.Tensor | None]:
-        """The recurrent states, as in transformers' cache of a layer."""
+        """The recurrent states, as in transformers' cache for one layer."""
         return [self.start.get("recurrent")] if self.start else [None]
 
     def has_previous_state(self, *_, **__) -> bool:
-        """Return True if the layer starts from a state."""
+        """Return True if the rows of this call start from a state, False if they start from zeros."""
         return self.start is not None
 
     def update_conv_state(self, x_BCL: torch.Tensor, *_, conv_kernel_size: int, **__) -> torch.Tensor:
-        """Return the inputs of a convolution, preceded by the k - 1 inputs before them; store the last k - 1."""
+        """Return the inputs x of a convolution after the k - 1 inputs before them; store the last k - 1 inputs."""
         k = conv_kernel_size
         before = self.start["conv"] if self.start else x_BCL.new_zeros(*x_BCL.shape[:2], k - 1)
         whole = torch.cat([before, x_BCL], -1)
@@ -175,7 +185,7 @@ class State:
         return whole
 
     def update_recurrent_state(self, state: torch.Tensor, *_, **__) -> torch.Tensor:
-        """Store and return the state after the last token."""
+        """Store the state after the last token of each row; return it."""
         self.last["recurrent"] = state
         return state
 
@@ -208,7 +218,7 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
     outputs, other = [], None
     for row_class in rows.classes:
         call = {name: _lay_out(value, row_class, packing) for name, value in given.items() if name not in OF_PACKS}
-        # Right padding needs no mask.
+        # Padding is at the end of rows, where it affects no token, so the layer needs no mask.
         call |= {name: None for name in UNUSED if name in given}
         at, start = row_class.starts, None
         if at is not None:
@@ -228,9 +238,9 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
 
 @contextmanager
 def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterator[None]:
-    """Limit Mamba-2's chunk size on a CPU to about the length of the rows; it affects results only by rounding.
+    """On a CPU, limit Mamba-2's chunk size to about the length of the rows inside this context.
 
-    In plain torch, the cost of a chunk is quadratic in its size, padding included.
+    In plain torch, the cost of a chunk is quadratic in its size, including padding. The size changes only rounding.
     """
     size = getattr(module, "chunk_size", None)
     if size is None or kind_of(device) != "cpu":
@@ -244,7 +254,7 @@ def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterato
 
 
 def _lay_out(value: Any, rows: RowClass, packing: Packing) -> Any:
-    """Rearrange values of tokens into rows, [1, T, ...] -> [B, L, ...]; return other values unchanged."""
+    """Arrange a tensor of tokens as rows, [1, T, ...] -> [B, L, ...]; return any other value unchanged."""
     if isinstance(value, tuple):
         return tuple(_lay_out(part, rows, packing) for part in value)
     if torch.is_tensor(value) and value.dim() > 1 and value.shape[:2] == (1, packing.part.tokens):

@@ -1,9 +1,9 @@
-"""Runs rotary embeddings over packs if their frequencies depend on the length of a sequence.
+"""Runs rotary embeddings over packs whose frequencies depend on the length of a sequence.
 
-transformers chooses frequencies once per forward, by the largest position in it: `longrope` has one set of factors up
-to the original length and another set beyond it; those of `dynamic` change with the length. In a pack, each sequence
-gets the frequencies that it would have alone. Sequences with different frequencies cannot share a prefix, because its
-states would differ.
+transformers chooses frequencies once per forward, by the largest position in the forward. `longrope` has one set of
+frequencies up to the original length and another set beyond it; those of `dynamic` change with the length. Here each
+sequence of a pack gets the frequencies that it would have alone. Sequences with different frequencies cannot share a
+prefix, because they would have different states for the same prefix.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,20 @@ class Moving:
     """How the frequencies of a rotary embedding depend on the length of a sequence."""
 
     limit: int
-    """Length of the longest sequence with the original frequencies, in tokens."""
+    """Largest length, in tokens, of a sequence with the original frequencies."""
     grows: bool
-    """True if every greater length has different frequencies, False if all greater lengths have the same."""
+    """True if the frequencies differ for every length above `limit`, False if they are the same for all of these."""
 
     def mark(self, length: int) -> int:
-        """Return a number that is equal for lengths with the same frequencies."""
+        """Return a number that is the same for all lengths with the same frequencies."""
         return 0 if length <= self.limit else length if self.grows else 1
 
 
 def install(hf: nn.Module) -> list[Moving]:
-    """Make the rotary embeddings of a HF model run over packs while a packing is `active`; return the moving ones."""
+    """Make the rotary embeddings of a HF model run over packs while a packing is `active`.
+
+    Return those whose frequencies depend on the length.
+    """
     out = []
     for module in hf.modules():
         if not (moving := _moving(module)):
@@ -44,12 +47,12 @@ def install(hf: nn.Module) -> list[Moving]:
 
 
 def alike(moving: list[Moving], lengths: list[int]) -> bool:
-    """Return True if sequences of these lengths have the same frequencies."""
+    """Return True if sequences of these lengths all have the same frequencies."""
     return all(len({rope.mark(length) for length in lengths}) == 1 for rope in moving)
 
 
 def _moving(module: Any) -> dict[str | None, Moving]:
-    """Return the length-dependent rotary embeddings by type of layer; the key None means all layers."""
+    """Return the length-dependent rotary embeddings of a module by type of layer; the key None means all layers."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     out = {}
@@ -74,8 +77,8 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
     parts = []
     for tokens in groups:
         if rope.grows:
-            # transformers stores the frequencies of the longest sequence so far; a call with one token restores the
-            # original ones.
+            # The module keeps the frequencies of the longest sequence so far. A call with only position 0 restores the
+            # original frequencies.
             forward(x, position_ids[..., :1] * 0, **more)
         parts.append(forward(x, position_ids if len(groups) == 1 else position_ids[..., tokens], **more))
     if len(parts) == 1:
@@ -85,7 +88,7 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
 
 
 def _groups(rope: Moving, packing: Packing) -> list[torch.Tensor]:
-    """Group the tokens of a pack, int64 [n] each, by the frequencies of their sequences."""
+    """Return groups of a pack's tokens, int64 [n] each, whose sequences have the same frequencies."""
     if packing.roots < len(packing.lengths):
         # All sequences of a tree have the same frequencies (`alike`).
         return [torch.arange(sum(packing.lengths), device=packing.device)]

@@ -1,7 +1,7 @@
-"""Combines the functions of `algos/` into one algorithm for packed batches on many ranks.
+"""Combines functions of `algos/` into the algorithm of a run, for packed batches that are divided over ranks.
 
-Functions that select or normalize over samples gather their columns from all ranks, in sample order, so every rank
-computes the same numbers in every layout (law 2). Within a micro-batch there are only sums.
+Functions that select samples or normalize over them gather the columns that they need from all ranks, in the order of
+samples. So every rank computes the same numbers in every layout (law 2). A micro-batch's loss is only a sum.
 """
 
 from collections.abc import Callable
@@ -24,41 +24,41 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass
 class Algorithm:
-    """The advantage estimator, per-token loss, aggregation, KL and rollout correction of a run, with their settings."""
+    """The algorithm of a run: advantage estimator, loss, aggregation, KL, correction for the engine's logp."""
 
     settings: AlgoConfig
-    """Coefficients and kinds of the terms added to the loss: KL, entropy bonus, likelihood of good responses."""
+    """Settings of the terms that are added to the loss: KL, entropy bonus, likelihood of good responses."""
     advantage: Callable
     advantage_settings: dict
     loss: Callable
     loss_settings: dict
     select: Callable | None
-    """Selects tokens from the complete batch that the loss treats differently; None if the loss selects no tokens."""
+    """Function that selects, from the complete batch, the tokens that the loss treats differently; None for none."""
     separable: bool
     """True if the loss of a token does not depend on the logp of other tokens."""
     aggregation: str
     horizon: float
-    """Normalizer of the aggregation `seq-mean-token-sum-norm`: the length limit of responses."""
+    """Number of tokens by which the aggregation `seq-mean-token-sum-norm` divides: the length limit of responses."""
     old_logp: str
-    """Source of old logp: `update`, the forward of the update; `policy`, a forward before the update; `rollout`, the
-    engine."""
+    """Where old logp comes from. `update`: the forward of the update itself; `policy`: a forward before the update;
+    `rollout`: the engine."""
     correction: str
-    """Kind of importance weights between trainer and engine (`algos/correction.py`)."""
+    """Kind of the importance weights that correct for the engine's logp (`algos/correction.py`)."""
     limits: CorrectionConfig
-    """Bounds of the importance weights, and bounds outside which a sequence is rejected."""
+    """Bounds on the importance weights, and bounds outside of which a sequence does not train."""
     mask_cut: bool
-    """True to exclude responses that were cut at the length limit from the loss; their rewards count in their
-    groups."""
+    """True if responses that were cut at the length limit do not train; their rewards still count in the statistics of
+    their groups."""
     staleness: int
-    """Number of versions by which the engine's weights may be older than the policy's."""
+    """Most versions by which the engine's weights may be older than the policy's."""
     chunked: bool
-    """True if a separable loss may be computed chunk by chunk."""
+    """True if the head may compute a separable loss chunk by chunk."""
     skip_zero_advantage: bool
     needs: frozenset[str]
-    """Inputs that a step needs in addition to samples: reference, critic, cost, cost_critic, process (implicit models),
-    scored steps (a process reward model), greedy, logp, collision, turns."""
+    """Names of the inputs that a step needs in addition to samples: reference, critic, cost, cost_critic, process
+    (implicit models), scored steps (a process reward model), greedy, logp, collision, turns."""
     state: dict[str, float] = field(default_factory=dict)
-    """Numbers that change between steps and are saved in checkpoints: kl_coef, multiplier, reward moments."""
+    """Numbers that change during a run and are saved in checkpoints: kl_coef, multiplier, moments of the reward."""
 
     def advantages(self, batch: Batch, peers: Peers) -> Batch:
         """Add `token["advantages"]` and `token["returns"]` to a batch that has `seq["shaped"]`. Collective."""
@@ -70,19 +70,21 @@ class Algorithm:
             advantages_T = lagrangian(advantages_T, cost_T, self.state["multiplier"])
         batch.token["advantages"] = advantages_T
         if self.mask_cut:
-            # Mask after computing advantages, so that these rewards count in the statistics of their groups.
+            # Cut responses are masked after the advantages are computed, so that their rewards count in the statistics
+            # of their groups.
             cut_B = batch.seq["finish"] == FINISH_REASONS.index("length")
             batch.token["sampled"] = batch.token["mask"]
             batch.token["mask"] = overlong_mask(batch.token["mask"], batch.seq_index, cut_B)
-        # Sum absolute values, because an episode whose advantages sum to 0 can still have a gradient.
+        # The sum is over absolute values, because an episode whose advantages sum to 0 can still have a gradient.
         batch.seq["advantage"] = batch.sum_episodes(advantages_T.abs())
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """Return the estimator's input: rewards per token from an outcome column, minus KL if KL is part of the reward.
+        """Return the advantage estimator's input, with a reward for each token, minus KL if the reward includes KL.
 
-        An episode counts as one sequence, which concatenates its paths. `token["turn_shaped"]` (`score.shape`) is the
-        part of the reward for individual turns before the end of an episode.
+        outcome, values: names of the columns with the rewards of episodes and with a critic's values. An episode counts
+        as one sequence, which concatenates its paths. `token["turn_shaped"]` (`score.shape`) is the part of the reward
+        for individual turns before the end of an episode.
         """
         token, mask_T, seq_T, first_E = batch.token, batch.token["mask"], batch.episode_index, batch.firsts
         kl_T = None
@@ -106,36 +108,34 @@ class Algorithm:
         )
 
     def fresh_mask(self, batch: Batch, version: int) -> torch.Tensor:
-        """Return a mask, bool [T], of tokens sampled with weights at most `--rollout.staleness` versions old.
+        """Return a mask, bool [T], of the tokens sampled with weights at most `--rollout.staleness` versions old.
 
-        Tokens that were carried over or replayed may be older. version: policy version at the start of the update.
+        Tokens of carried-over or replayed responses may be older. version: the policy's version when the update starts.
         """
         return batch.token["version"] >= version - self.staleness
 
     @property
     def entropy_before(self) -> bool:
-        """True if a forward before the update measures the entropy of all tokens, including those that the update
-        skips.
-        """
+        """True if a forward before the update measures the entropy of all tokens, even those that do not train."""
         return self.old_logp == "policy" and "collision" not in self.needs
 
 
 MOMENTS = ("reward_count", "reward_mean", "reward_m2")
-"""Keys of the running moments of the reward in `Algorithm.state`."""
+"""Keys in `Algorithm.state` of the reward's running count, mean and sum of squared deviations."""
 OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process", "ends": "ends"}
-"""Field of `Samples` -> token column with its values, if the batch has this column."""
+"""Field of `Samples` -> name of the token column with its values, which a batch may lack."""
 
 
 def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Return the mean under the mask; nan for an empty mask, whose weight in a metric is 0."""
+    """Return the mean of x under the mask; nan for an empty mask, which has the weight 0 in a metric."""
     return torch.where(mask_T, x_T, 0.0).sum() / mask_T.sum()
 
 
 def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, fresh_T) -> None:
-    """Add metrics of the difference between the trainer's logp at the start of an update and the engine's.
+    """Add metrics of how much the trainer's logp at the start of an update differs from the engine's.
 
-    `mismatch/*` covers all sampled tokens. `logp_diff/*`, which can stop a run, covers those in `fresh_T` only, because
-    tokens that were sampled with older weights are expected to differ.
+    The metrics `mismatch/*` cover all sampled tokens. The metrics `logp_diff/*`, which can stop a run, cover only the
+    tokens in `fresh_T`, because the logp of tokens that were sampled with older weights is expected to differ.
     """
     for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T).items():
         metrics.add(name, value, weight)

@@ -1,8 +1,8 @@
-"""Objective of distillation from a teacher with another tokenizer: distances over spans of text.
+"""Trains a student by the distance of its distributions over spans of text from a teacher with another tokenizer.
 
 A span of text has a base, the position at which distributions are compared, and factors: the probabilities of the
-sampled tokens at its other positions. Teacher and student split a span differently into tokens, so each has a separate
-base and separate factors; those of the teacher are in the batch, at the student's base.
+sampled tokens at its other positions. Teacher and student split a span differently into tokens, so base and factors of
+the teacher differ from those of the student. The batch has the teacher's numbers for a span at the student's base.
 """
 
 import torch
@@ -20,14 +20,15 @@ from spmdrl_kernels.linear import linear_logprob, wide
 TEACHER = "reference"
 LEAD, SHIFT = f"{TEACHER}/lead", f"{TEACHER}/shift"
 OUTSIDE = -(1 << 30)
-"""Value in the column `lead` of a token outside of all spans."""
+"""Value of the column `lead` for a token that is in no span."""
 
 
 class AlignedObjective(DistillObjective):
     """Averages the distance of the student from its teacher over the spans of an optimizer step.
 
-    Columns [T]: `lead`, int32, is the offset in tokens from a token to the base of its span, 0 at the base. At a base,
-    `states` [T, E] is the teacher's hidden state, and `shift` the log of the product of the teacher's factors.
+    The batch has three columns for it. `lead`, int32 [T], is the offset in tokens from a token to the base of its span,
+    so it is 0 at the base. At a base, `states` [T, E] is the teacher's hidden state, and `shift` [T] is the log of the
+    product of the teacher's factors.
     """
 
     def __init__(
@@ -40,18 +41,18 @@ class AlignedObjective(DistillObjective):
         peers: Peers,
         group: dist.ProcessGroup | None,
     ):
-        """matched: as in `aligned_loss`. group: ranks that divide the tokens of a sequence."""
+        """matched: as in `aligned_loss`. group: ranks that divide the tokens of a sequence; None for no division."""
         super().__init__(cfg, reader, {TEACHER: head}, temperature, peers)
         self.head, self.matched, self.group = head, matched, group
         self.states = reader.names(TEACHER)[0]
         self.columns = frozenset(f"token/{column}" for column in (LEAD, SHIFT, self.states))
 
     def trained_mask(self, batch: Batch) -> torch.Tensor:
-        """Return a mask, bool [T], of the base token of each span."""
+        """Implements `TokenObjective.trained_mask`: the mask of the base token of each span."""
         return batch.token["mask"] & (batch.token[LEAD] == 0)
 
     def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
-        """Implements `Objective.token_loss`. The function is collective over the ranks that divide a sequence."""
+        """Implements `Objective.token_loss`; the result is collective over the ranks that divide a sequence."""
         tokens_T, lead_T, states_TE, shift_T = (
             micro.token[column].to(device) for column in ("tokens", LEAD, self.states, SHIFT)
         )
@@ -63,7 +64,7 @@ class AlignedObjective(DistillObjective):
             base = torch.nonzero(lead_n == 0).flatten()
             inside = torch.nonzero((lead_n != 0) & (lead_n != OUTSIDE)).flatten()
             factor_m, to_m = torch.zeros(0, dtype=dtype, device=device), (rows_n + lead_n)[inside]
-            # Tokens outside of spans need only their entropy, for metrics.
+            # Tokens in spans need a logp with a gradient. Tokens outside of spans need only their entropy, for metrics.
             for some, needs_grad in (
                 (inside, torch.is_grad_enabled()),
                 (torch.nonzero(lead_n == OUTSIDE).flatten(), False),
@@ -76,7 +77,8 @@ class AlignedObjective(DistillObjective):
                 assert entropy_m is not None
                 entropy_n[some] = entropy_m.detach()
                 factor_m = logp_m if some is inside else factor_m
-            # A span may be split between two ranks that divide a sequence, so both sums are over the group.
+            # The tokens of a span may be on two ranks that divide a sequence, so the sum of factors and the sum of
+            # gradients are over the group.
             own_T = torch.zeros(len(tokens_T), dtype=dtype, device=device).index_add_(0, to_m, factor_m.detach())
             own_T = all_reduce(own_T, "sum", self.group)
             rows = rows_n[base]
@@ -88,7 +90,8 @@ class AlignedObjective(DistillObjective):
                 softcap=softcap,
             )
             slope_T = all_reduce(torch.zeros_like(own_T).index_copy_(0, rows, slope), "sum", self.group)
-            # This adds a term of value 0 whose gradient is the gradient through the student's factors.
+            # The added term is 0, and its gradient is the part of the loss's gradient that passes through the student's
+            # factors.
             total = total + (slope_T[to_m] * (factor_m - factor_m.detach())).sum()
             return total, (distance_n, entropy_n)
 

@@ -1,7 +1,7 @@
-"""Objective of distillation: a divergence from a teacher, over all logits or over the teacher's top-k tokens.
+"""Trains a student by the divergence of its distributions from a teacher's, over all tokens or the teacher's top k.
 
-The teacher adds columns to a batch: its K likeliest tokens at each position, or its hidden states, from which the
-student's ranks compute logits chunk by chunk. Logits [T, V] never exist.
+The teacher adds columns to a batch: its K likeliest tokens at each position, or its hidden states. From hidden states
+the student's ranks compute the teacher's logits chunk by chunk, so logits [T, V] never exist.
 """
 
 from dataclasses import dataclass
@@ -25,29 +25,30 @@ from spmdrl_kernels.linear import wide
 
 @dataclass(frozen=True)
 class TargetReader:
-    """A `HeadFunction` that computes the student's targets from a teacher's hidden states."""
+    """A `HeadFunction` that a teacher runs to compute the columns (targets) with which its student trains."""
 
     top_k: int
-    """Number of tokens at each position; 0: the targets are hidden states, for all logits."""
+    """Number of the teacher's likeliest tokens in the targets at each position. 0: the targets are hidden states, from
+    which all logits are computed."""
     vocab: int
-    """Size of the vocabulary that student and teacher share."""
+    """Number of tokens in the vocabulary that student and teacher share."""
     dtype: torch.dtype
-    """Data type of the models' computations."""
+    """Type in which the models compute, and in which hidden states are stored."""
 
     def names(self, teacher: str) -> tuple[str, ...]:
-        """Return the names of a teacher's columns."""
+        """Return the names of the columns that a teacher adds to a batch."""
         return tuple(f"{teacher}/{name}" for name in (("ids", "logp", "rest") if self.top_k else ("states",)))
 
     @property
     def empty(self) -> tuple[torch.Tensor, ...]:
-        """The columns of an empty batch."""
+        """The teacher's columns for an empty batch, in the order of `names`."""
         if not self.top_k:
             return (torch.zeros(0, 1, dtype=self.dtype),)
         ids, like = torch.zeros(0, self.top_k, dtype=torch.int32), torch.zeros(0, dtype=self.dtype)
         return ids, torch.zeros(0, self.top_k, dtype=wide(like)), torch.zeros(0, dtype=wide(like))
 
     def __call__(self, states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[None, tuple[torch.Tensor, ...]]:
-        """Return None for the loss, and the targets of n tokens (see `HeadFunction`)."""
+        """Implements `HeadFunction`: return None for the loss, and the targets of n tokens."""
         if not self.top_k:
             return None, (states_nD,)
         found = top_logprobs(states_nD, weight_VD, self.top_k, divisor, softcap=softcap, valid_vocab=self.vocab)
@@ -57,8 +58,8 @@ class TargetReader:
 def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> TargetReader:
     """Build the target reader of a student and its teachers.
 
-    section: section of the settings, for messages. paths: paths of student and teachers, as in `--model.path`. model:
-    settings of all models.
+    section: section of the settings, for messages. paths: paths of student and teachers, in a form that `--model.path`
+    accepts. model: settings that apply to all models.
 
     Raises:
         ValueError: top_k is not below the number of tokens.
@@ -74,7 +75,7 @@ def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], m
 
 
 def share_name(teacher: str) -> str:
-    """Return the name of the column [B] with a teacher's weight in each sequence; weights sum to 1 over teachers."""
+    """Return the name of the column [B] with a teacher's weight in each sequence; the teachers' weights sum to 1."""
     return f"{teacher}/share"
 
 
@@ -89,7 +90,9 @@ class DistillObjective(TokenObjective):
         temperature: float,
         peers: Peers,
     ):
-        """teachers: name -> output head, or None with top-k targets. temperature: of student and teachers."""
+        """teachers: name -> output head; None for a teacher with top-k targets. temperature: divides the logits of
+        student and teachers.
+        """
         self.cfg, self.reader, self.teachers, self.peers = cfg, reader, teachers, peers
         self.temperature = temperature
         columns = {f"token/{column}" for name in teachers for column in reader.names(name)}
@@ -97,14 +100,14 @@ class DistillObjective(TokenObjective):
 
     def add_teacher(self, batch: Batch, name: str, teacher: Policy) -> None:
         """Add the columns of a teacher whose weight is 1 in all sequences. Collective."""
-        # The student may train with noise on embeddings; the teacher's input must not have it.
+        # The student may train with noise on embeddings. The teacher gets only tokens and mask, so it runs without it.
         token = {column: batch.token[column] for column in ("tokens", "mask")}
         found = teacher.read(Batch(batch.lengths, token, batch.seq), self.temperature, self.reader) or self.reader.empty
         batch.token |= dict(zip(self.reader.names(name), found, strict=True))
         batch.seq[share_name(name)] = torch.ones(len(batch), dtype=torch.float64)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the two numbers are divergence and entropy."""
+        """Implements `Objective.loss`; the two numbers of a token are its divergence and the student's entropy."""
         metrics = Metrics()
         loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
         metrics.add_sum("loss", loss)
@@ -122,10 +125,10 @@ class DistillObjective(TokenObjective):
         def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
             divergence_n, entropy_n = torch.zeros(2, len(rows_n), dtype=wide(states_nD), device=device)
             total = torch.zeros((), dtype=torch.float64, device=device)
-            # Rows with the same set of teachers are computed together, so that no logits are computed for a weight of
-            # 0.
+            # Rows are grouped by the teachers with a weight above 0, so that no logits are computed for a weight of 0.
             kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
-            # An empty batch still needs a gradient (of zeros), because other ranks may wait for its backward.
+            # An empty batch still needs a loss with a gradient (of zeros), because other ranks may wait for its
+            # backward.
             for number, present in enumerate(kinds.tolist() or [[True] * len(self.teachers)]):
                 at = torch.nonzero(kind_n == number).flatten()
                 rows, pairs = rows_n[at], []
@@ -147,7 +150,7 @@ class DistillObjective(TokenObjective):
         return head
 
     def teacher(self, name: str, columns: dict[str, torch.Tensor]) -> Teacher:
-        """Return the `Teacher` for some rows, from the columns of these rows."""
+        """Return the `Teacher` for some rows. columns: the teacher's columns at these rows."""
         found, head = [columns[column] for column in self.reader.names(name)], self.teachers[name]
         if head is not None:
             return StatesTeacher(found[0], head.weight_VD, self.temperature * head.divisor, head.softcap)

@@ -1,4 +1,4 @@
-"""Objective of supervised fine-tuning: cross-entropy of the trained tokens, or DFT."""
+"""The objective of supervised fine-tuning: the cross-entropy of the trained tokens, or the loss of DFT."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class SftObjective(TokenObjective):
     second = "top"
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the two numbers are logp and 1 for the likeliest token."""
+        """Implements `Objective.loss`; the two numbers of a token are logp, and 1 if it is the likeliest token or 0."""
         mask, metrics = micro.token["mask"].to(first_T.device), Metrics()
         loss = self._losses(first_T, second_T, {"weight": self.weights(micro, shared, first_T.device)})[0].sum()
         metrics.add_sum("loss", loss)
@@ -37,5 +37,5 @@ class SftObjective(TokenObjective):
         return self._losses, {"weight": self.weights(micro, shared, device)}
 
     def _losses(self, logp: torch.Tensor, other: torch.Tensor | None, x: dict[str, torch.Tensor]) -> tuple:
-        """Return the weighted loss of each token, fp64 [n], and no stats."""
+        """Return the weighted loss of each token, fp64 [n], and an empty dict of stats."""
         return TOKEN_LOSSES[self.loss_name](logp).double() * x["weight"], {}

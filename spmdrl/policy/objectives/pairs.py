@@ -1,4 +1,4 @@
-"""Objectives with preference losses: of pairs of responses, and of single responses labelled good or bad (KTO, BCO)."""
+"""Objectives with preference losses: on pairs of responses, or on single responses labelled good or bad (KTO, BCO)."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Smallest sample number of responses that are not trained: KTO pairs them with the prompt of another response."""
+"""Responses whose sample number is at least this do not train: KTO pairs them with the prompt of another response."""
 
 
 @dataclass
 class PairObjective(Objective):
-    """Averages a weighted sum of losses over the pairs of an optimizer step.
+    """Averages a weighted sum of preference losses over the pairs of an optimizer step.
 
     The responses of a pair are adjacent in every micro-batch (`seq["unit"]`), the chosen one first.
     """
 
     losses: dict[str, float]
-    """Weight of each loss, by its key in `algos.preference.LOSSES` or `sft`."""
+    """Key of a loss in `algos.preference.LOSSES`, or `sft` -> its weight in the sum."""
     settings: PreferenceMethod
     policy: Policy
     peers: Peers
@@ -47,9 +47,9 @@ class PairObjective(Objective):
         return "collision" if self.settings.weighted else "top"
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `Objective.prepare`: count pairs and tokens of chosen responses.
+        """Implements `Objective.prepare`: count pairs, and the tokens of chosen responses, over all ranks.
 
-        For losses that sort the pairs of a step, add the columns `seq["matched/..."]` to the share.
+        For losses that sort the pairs of a step, the method also adds columns `seq["matched/..."]` to the share.
         """
         mask_T, chosen_B = share.token["mask"], share.seq["sample"] == CHOSEN
         counts = torch.stack([chosen_B.sum(), (mask_T & share.per_token(chosen_B)).sum()]).double()
@@ -60,11 +60,11 @@ class PairObjective(Objective):
 
     @property
     def matched(self) -> list[str]:
-        """Names of the losses that sort all pairs of an optimizer step."""
+        """Names of those losses that sort all pairs of an optimizer step by their margins."""
         return [name for name in self.losses if name != SFT and LOSSES[name].matched]
 
     def _match(self, share: Batch) -> None:
-        """Add columns with the margins of pairs on all ranks and micro-batches, which losses that sort need."""
+        """Add the columns for losses that sort: they hold margins of pairs from all ranks and micro-batches."""
         logp_T, _ = self.policy.logprobs(share, self.temperature, self.second)
         columns = [self._sums(share, x_T.double()).view(-1, 2) for x_T in (logp_T, share.token["ref_logp"])]
         chosen_P = torch.nonzero(share.seq["sample"] == CHOSEN).flatten()
@@ -74,7 +74,10 @@ class PairObjective(Objective):
                 share.seq[f"matched/{name}"] = of_all[mine].flatten()
 
     def _sums(self, batch: Batch, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum x over the trained tokens of each response, [B]; tokens beyond the shorter length weigh `tail`."""
+        """Sum x over the trained tokens of each response, [B].
+
+        Tokens of the longer response beyond the length of the shorter one have the weight `tail`.
+        """
         device = x_T.device
         mask, seq = batch.token["mask"].to(device), batch.seq_index.to(device)
         x_T = torch.where(mask, x_T, torch.zeros_like(x_T))
@@ -83,7 +86,7 @@ class PairObjective(Objective):
         )
 
     def _weights(self, batch: Batch) -> torch.Tensor:
-        """Return the weight of each token in the sum of its response, float64 [T]."""
+        """Return the weight of each token in its response's sum (`_sums`), float64 [T]."""
         mask = batch.token["mask"].double()
         counts_B = batch.sum_tokens(torch.ones_like(mask))
         shorter_B = torch.minimum(counts_B[0::2], counts_B[1::2]).repeat_interleave(2)
@@ -91,7 +94,7 @@ class PairObjective(Objective):
         return torch.where(place_T < batch.per_token(shorter_B), 1.0, self.settings.tail).double()
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the first number is logp."""
+        """Implements `Objective.loss`; the first number of a token is logp."""
         device, metrics = first_T.device, Metrics()
         mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
         logp = torch.where(mask, first_T, torch.zeros_like(first_T)).double()
@@ -103,7 +106,7 @@ class PairObjective(Objective):
         pairs = Pairs(*(x_B[side::2] for x_B in (sums_B, ref_B, counts_B) for side in (0, 1)), matched=matched)
         weight_P: Any = 1.0
         if self.settings.weighted:
-            # WPO weights a pair by the likelihood of both responses under the policy.
+            # As in WPO, the weight of a pair is the likelihood of both responses under the policy.
             aligned = torch.where(mask, logp.detach() - second_T.double().log(), torch.zeros_like(logp))
             likely_B = (sum_per_sequence(aligned, seq, len(counts_B)) / counts_B).exp()
             weight_P = likely_B[0::2] * likely_B[1::2]
@@ -121,7 +124,7 @@ class PairObjective(Objective):
         return LossResult(total, metrics)
 
     def _describe(self, metrics: Metrics, x: Pairs) -> None:
-        """Add metrics: rewards (as in TRL, beta times the log-ratio), accuracy and logp."""
+        """Add the metrics of pairs: rewards (beta times the log-ratio, as in TRL), accuracy and logp."""
         won, lost = (self.settings.beta * ratio.detach() for ratio in (x.ratio_chosen, x.ratio_rejected))
         for name, value in (
             ("rewards/chosen", won),
@@ -136,16 +139,16 @@ class PairObjective(Objective):
 
 @dataclass
 class LabelledShared(Shared):
-    """`Shared` values of an optimizer step with a reference point of the loss, the same on all ranks."""
+    """The `Shared` values of an optimizer step, and the reference point of the loss, the same on all ranks."""
 
     shift: float = 0.0
-    """Reference point of the loss, which is subtracted from the log-ratio (KTO) or from beta times the log-ratio
+    """Reference point of the loss: the loss subtracts it from the log-ratio (KTO) or from beta times the log-ratio
     (BCO)."""
 
 
 @dataclass
 class LabelledObjective(Objective):
-    """Averages a loss over the labelled responses of an optimizer step."""
+    """Averages a preference loss over the labelled responses of an optimizer step."""
 
     loss_name: str
     """Key of the loss in `algos.preference.LOSSES`."""
@@ -153,7 +156,7 @@ class LabelledObjective(Objective):
     policy: Policy
     peers: Peers
     running: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """BCO's running sums: sum and count of the log-ratios of good responses, then of bad ones."""
+    """Running sums of BCO: sum and count of the log-ratios of good responses, sum and count of those of bad ones."""
     temperature: float = 1.0
     columns = frozenset({"token/mask", "token/ref_logp"})
     second = "top"
@@ -165,8 +168,9 @@ class LabelledObjective(Objective):
         return LabelledShared(Totals(0.0, responses), trained_B, shift=self._shift(share, index))
 
     def _shift(self, share: Batch, index: int) -> float:
-        """Return the reference point: KTO's mean log-ratio of mismatched responses, at least 0, or BCO's mean
-        reward.
+        """Return the reference point of the loss, 0 for a loss without one.
+
+        For KTO it is the mean log-ratio of mismatched responses, or 0 if the mean is negative; for BCO the mean reward.
         """
         source = LOSSES[self.loss_name].shift
         if not source:
@@ -186,12 +190,12 @@ class LabelledObjective(Objective):
         if index == MEASURE:
             return self.settings.beta * _label_mean(self.running if any(self.running) else sums)
         if all(map(math.isfinite, sums)):
-            # A non-finite step is skipped and must not enter the running mean.
+            # Sums that are not finite are left out of the running mean, because the step will be skipped.
             self.running[:] = [before + more for before, more in zip(self.running, sums, strict=True)]
         return self.settings.beta * _label_mean(self.running)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: LabelledShared) -> LossResult:
-        """Implements `Objective.loss`; the first number is logp."""
+        """Implements `Objective.loss`; the first number of a token is logp."""
         device, metrics = first_T.device, Metrics()
         mask = (micro.token["mask"] & micro.per_token(micro.seq["sample"] < MISMATCHED)).to(device)
         ratio_T = first_T.double() - micro.token["ref_logp"].to(device).double()
@@ -212,6 +216,9 @@ class LabelledObjective(Objective):
 
 
 def _label_mean(sums: list[float]) -> float:
-    """Return the mean of both labels' means, or the mean of the only label that is present."""
+    """Return the mean of the two labels' means; if only one label is present, the mean of this label.
+
+    sums: as `LabelledObjective.running`.
+    """
     means = [total / count for total, count in (sums[:2], sums[2:]) if count]
     return sum(means) / len(means) if means else 0.0

@@ -1,6 +1,6 @@
-"""Objectives of reinforcement learning: for the policy, a critic and an implicit process reward model.
+"""The objectives of reinforcement learning: for the policy, a critic and an implicit process reward model.
 
-`prepare` does all selection and normalization over samples, over all ranks. Within a micro-batch there are only sums
+Only `prepare` selects samples and normalizes over them, and it does so over all ranks. A micro-batch's loss is a sum
 (law 2).
 """
 
@@ -25,28 +25,28 @@ from spmdrl.spmd.seeds import uniform
 from spmdrl.tracking.metrics import Metrics
 
 LOSS_COLUMNS = ("mask", "advantages", "rollout_logp", "old_logp", "ref_logp", "selected")
-"""Token columns of a batch that a policy's loss may use."""
+"""Names of the token columns of a batch that a policy's loss may read."""
 OLD_LOGP = {"policy": "old_logp", "rollout": "rollout_logp"}
-"""Column for each value of `Algorithm.old_logp`, except `update`, which uses the logp of the current forward."""
+"""Value of `Algorithm.old_logp` -> column with old logp. `update` has none: it uses the logp of the current forward."""
 
 
 @dataclass
 class PolicyShared(Shared):
-    """`Shared` values of an optimizer step with those that only a policy's loss needs."""
+    """The `Shared` values of an optimizer step, with further values that only a policy's loss needs."""
 
     first: bool = False
-    """True if the weights have not changed since the start of the update."""
+    """True if the policy's weights have not changed since the start of the update."""
     version: int = 0
-    """Version of the policy's weights."""
+    """The policy's `version` in this step."""
     good_tokens: float = 0.0
-    """Number of tokens of good responses over all ranks, the denominator of their likelihood term."""
+    """Number of tokens of good responses over all ranks; it divides the likelihood term of good responses."""
 
 
 class PolicyObjective(Objective):
-    """Trains the policy by an algorithm: ratio loss, KL, entropy bonus, correction for the engine's logp."""
+    """Trains the policy by an `Algorithm`: ratio loss, KL, entropy bonus, correction for the engine's logp."""
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
-        """peers: data positions. start: `updates_done` of the policy at the start of the update; None: now."""
+        """peers: data positions. start: the policy's `updates_done` at the start of the update; None: its value now."""
         self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
@@ -54,7 +54,7 @@ class PolicyObjective(Objective):
         self.columns = frozenset(wanted | ({"token/ref_logp"} if "reference" in algo.needs else set()))
 
     def prepare(self, share: Batch, index: int) -> PolicyShared:
-        """Implements `Objective.prepare`; add `token["selected"]` to the share if the loss selects tokens."""
+        """Implements `Objective.prepare`; adds `token["selected"]` to the share if the loss selects tokens."""
         algo, first = self.algo, self.policy.updates_done == self.start
         on_policy = algo.old_logp == "policy" and first
         mask_T, good_T = share.token["mask"], share.per_token(share.seq["reward"] > 0)
@@ -77,12 +77,12 @@ class PolicyObjective(Objective):
                 ),
                 **algo.loss_settings,
             )
-        # The forward skips episodes without advantage.
+        # The setting leaves out episodes whose advantages are all 0, which then need no forward.
         active = share.seq["advantage"] != 0 if algo.skip_zero_advantage else None
         return PolicyShared(Totals(tokens, sequences), active, on_policy, first, self.policy.version, good)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PolicyShared) -> LossResult:
-        """Implements `Objective.loss`; the two numbers are logp and entropy."""
+        """Implements `Objective.loss`; the two numbers of a token are logp and entropy."""
         algo, logp, entropy = self.algo, first_T, second_T
         x = self.inputs(micro, shared, logp.device)
         loss_T, stats = self.token_losses(shared, logp, entropy, x)
@@ -113,7 +113,7 @@ class PolicyObjective(Objective):
         return self.algo.separable
 
     def inputs(self, micro: Batch, shared: PolicyShared, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the inputs of `token_losses` other than logp and entropy, [T] on the device."""
+        """Return the columns [T] that `token_losses` reads, on the device."""
         x = {k: micro.token[k].to(device) for k in LOSS_COLUMNS if k in micro.token}
         mask, seq = x["mask"], micro.episode_index.to(device)
         x |= {"seq": seq, "weight": token_weights(self.algo.aggregation, mask, seq, shared.totals, self.algo.horizon)}
@@ -127,7 +127,10 @@ class PolicyObjective(Objective):
     def token_losses(
         self, shared: PolicyShared, logp: torch.Tensor, entropy: torch.Tensor, x: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the weighted loss of each token in fp64, and detached stats, [n] each. x: columns of the n tokens."""
+        """Return the weighted loss of each token in fp64, and detached stats, [n] each.
+
+        x: the result of `inputs` at the n tokens.
+        """
         algo, terms, mask, current = self.algo, self.algo.settings, x["mask"], logp.detach()
         old_logp = current if algo.old_logp == "update" else x[OLD_LOGP[algo.old_logp]].to(logp.dtype)
         correction = x.get("correction")
@@ -135,8 +138,8 @@ class PolicyObjective(Objective):
             # The trainer computed no logp before the update, so the correction uses the logp of this forward.
             correction = self.weights(current, x["rollout_logp"], mask, x["seq"])
         if shared.on_policy:
-            # old_logp equals logp except for rounding, which differs between layouts. Use logp for both, because the
-            # gradient of |logp - old_logp| would depend on the sign of the rounding error.
+            # old_logp equals logp except for rounding, which differs between layouts. So logp is used as old_logp too,
+            # because the gradient of |logp - old_logp| would depend on the sign of the rounding error.
             old_logp = current
         inputs = LossInputs(
             logp=logp,
@@ -170,7 +173,7 @@ class PolicyObjective(Objective):
         return loss, stats
 
     def weights(self, trainer_T, rollout_T, mask_T, seq_T) -> torch.Tensor | None:
-        """Return importance weights between trainer and engine, [T]; None if the settings need none."""
+        """Return the importance weights [T] that correct for the engine's logp; None if the settings need none."""
         limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":
@@ -186,12 +189,12 @@ class PolicyObjective(Objective):
 
 @dataclass
 class CriticObjective(TokenObjective):
-    """Trains a critic on the returns in one column of a batch, with values clipped around those before the update."""
+    """Trains a critic on the returns in a column of a batch; values are clipped around those before the update."""
 
     returns: str
     values: str
     clip: float | None
-    """Largest change of a value in one update; None: no limit."""
+    """Largest change of a value in one update; None for no limit."""
     peers: Peers
     temperature = 1.0
 
@@ -199,7 +202,7 @@ class CriticObjective(TokenObjective):
         self.columns = frozenset({f"token/{self.returns}", f"token/{self.values}"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the first number is the value of each token."""
+        """Implements `Objective.loss`; the first number of a token is its value."""
         mask, target, old = (micro.token[k].to(first_T.device) for k in ("mask", self.returns, self.values))
         per_token, stats = value_loss(first_T, old.to(first_T.dtype), target.to(first_T.dtype), mask, self.clip)
         loss, metrics = (per_token.double() * self.weights(micro, shared, first_T.device)).sum(), Metrics()
@@ -219,7 +222,7 @@ class ProcessObjective(TokenObjective):
     columns = frozenset({"token/process_ref_logp", "seq/reward"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the first number is logp."""
+        """Implements `Objective.loss`; the first number of a token is logp."""
         device, metrics = first_T.device, Metrics()
         mask, reference_T = (micro.token[k].to(device) for k in ("mask", "process_ref_logp"))
         outcome_T = micro.per_token(micro.seq["reward"].clamp(0, 1)).to(device)

@@ -1,6 +1,6 @@
-"""Objectives of reward models, and metrics of the quality of their scores.
+"""The objectives of reward models, and metrics of the quality of their scores.
 
-Pairs of responses train by a Bradley-Terry loss, labelled steps by cross-entropy.
+A reward model trains on pairs of responses by a Bradley-Terry loss, or on labelled steps by cross-entropy.
 """
 
 import math
@@ -19,10 +19,10 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 PAIR_BINS, STEP_BINS = 5, 10
-"""Number of calibration bins: of the probability that the higher score wins (0.5 to 1), and that a step is right."""
+"""Numbers of calibration bins: for the probability that the higher score wins (0.5 to 1), for that of a right step."""
 MOMENTS = ("m", "l", "mm", "ll", "ml")
-"""Names of means over pairs: chosen minus rejected score (m), chosen minus rejected length (l), their squares and their
-product."""
+"""Names of means over pairs. m: chosen minus rejected score; l: chosen minus rejected length; mm, ll: their squares;
+ml: their product."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ScoreObjective(Objective):
     """
 
     outputs: tuple[str, ...]
-    """Names of the scores; `seq["output"]` is the index of the score that a pair trains."""
+    """Names of the model's scores; `seq["output"]` is the index of the score that a pair trains."""
     centre: float
     peers: Peers
     temperature: float = 1.0
@@ -46,7 +46,7 @@ class ScoreObjective(Objective):
         return Shared(Totals(0.0, float(self.peers.sum((share.seq["sample"] == CHOSEN).double().sum()))))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the first number is the score of each token."""
+        """Implements `Objective.loss`; the first number of a token is its score."""
         device, metrics = first_T.device, Metrics()
         output_B = micro.seq["output"].to(device).long()
         if first_T.dim() == 2:
@@ -66,7 +66,10 @@ class ScoreObjective(Objective):
         return LossResult(loss, metrics)
 
     def _describe(self, metrics: Metrics, micro: Batch, lead: torch.Tensor, output_P: torch.Tensor) -> None:
-        """Add accuracy, and the sums from which `report` computes calibration and correlation."""
+        """Add metrics of pairs: accuracy, and the sums from which `report` computes calibration and correlation.
+
+        lead: the chosen score minus the rejected one, for each pair. output_P: index of the score that a pair trains.
+        """
         right = (lead > 0).double() + 0.5 * (lead == 0)
         add_mean(metrics, "accuracy/mean", right)
         for i, name in enumerate(self.outputs if len(self.outputs) > 1 else ()):
@@ -81,11 +84,11 @@ class ScoreObjective(Objective):
 
 @dataclass
 class StepObjective(TokenObjective):
-    """Averages the loss over the labelled steps of an optimizer step (https://arxiv.org/abs/2305.20050).
+    """Averages a loss over the labelled steps of responses in an optimizer step (https://arxiv.org/abs/2305.20050).
 
-    The model outputs two logits for the last token of a step; the softmax of the second is the probability that the
-    step is right. The loss of a step is the cross-entropy with its label, which may be a probability (Math-Shepherd,
-    https://arxiv.org/abs/2312.08935).
+    The model outputs two logits for the last token of a labelled step; the softmax of the second is the probability
+    that the step is right. The loss of a labelled step is the cross-entropy with its label, which may be a probability
+    (Math-Shepherd, https://arxiv.org/abs/2312.08935).
     """
 
     peers: Peers
@@ -93,11 +96,11 @@ class StepObjective(TokenObjective):
     columns = frozenset({"token/mask", "token/label"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; first_T has two logits for each token."""
+        """Implements `Objective.loss`; first_T has the two logits of each token, [T, 2]."""
         device, metrics = first_T.device, Metrics()
         place_n = micro.token["mask"].nonzero().flatten().to(device)
         number_n2 = first_T[place_n].double()
-        # The softmax of two numbers is the sigmoid of their difference.
+        # The probability of the second of two logits is the sigmoid of their difference.
         logit_n = number_n2[:, 1] - number_n2[:, 0]
         label_n = micro.token["label"].to(device)[place_n]
         loss = binary_cross_entropy_with_logits(logit_n, label_n, reduction="sum") / max(1.0, shared.totals.tokens)
@@ -109,7 +112,7 @@ class StepObjective(TokenObjective):
 def describe_steps(
     metrics: Metrics, right_n: torch.Tensor, label_n: torch.Tensor, seq_n: torch.Tensor, count: int
 ) -> None:
-    """Add accuracy, calibration and mean score of the probabilities that steps are right.
+    """Add metrics of the probabilities that steps are right: accuracy, calibration and mean.
 
     right_n: probabilities of labelled steps, in the order of their responses; label_n: labels of the steps; seq_n:
     index of the response of each step. count: number of responses.
@@ -127,7 +130,10 @@ def describe_steps(
 
 
 def _first_wrong(sign_n: torch.Tensor, seq_n: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the index in [n] of each response's first step with a negative sign, [B]; n if there is none."""
+    """Return for each response the index of its first step with a negative sign, [B]; n if it has no such step.
+
+    sign_n: negative for the steps to find. seq_n: index of the response of each step. count: number of responses, B.
+    """
     none = len(sign_n)
     place_n = torch.arange(none, device=sign_n.device).masked_fill(sign_n >= 0, none)
     return torch.full((count,), none, device=sign_n.device).scatter_reduce(0, seq_n, place_n, "amin")
@@ -138,7 +144,8 @@ def _add_calibration(
 ) -> None:
     """Add the sums from which `report` computes the calibration error.
 
-    predicted, true: probabilities [n]. place: numbers in [0, 1], [n], that determine the bins.
+    predicted: probabilities [n] of the model. true: what they should be, [n]. place: where between 0 and 1 each of them
+    is in the range of the bins, [n]. bins: number of bins.
     """
     bin_n = (place * bins).long().clamp(max=bins - 1)
     for i in range(bins):
@@ -147,11 +154,11 @@ def _add_calibration(
 
 
 def report(values: dict[str, float]) -> dict[str, float]:
-    """Return a step's metrics with sums replaced by the metrics computed from them; names may start with `eval/`.
+    """Return metrics in which sums are replaced by the metrics computed from them; names may start with `eval/`.
 
-    `calibration/error`: expected calibration error, over bins of the probability that the higher score wins or that a
-    step is right (https://arxiv.org/abs/1706.04599). `length/correlation`: correlation over pairs of the difference in
-    score with the difference in length.
+    `calibration/error`: expected calibration error over bins of the probability that the higher score wins, or that a
+    step is right (https://arxiv.org/abs/1706.04599). `length/correlation`: over pairs, the correlation of the
+    difference in score with the difference in length.
     """
     out, sums, moments, seen = {}, [], {}, 0.0
     prefix = "eval/" if any(name.startswith("eval/") for name in values) else ""

@@ -1,4 +1,4 @@
-"""The base class of objectives that average over tokens, and functions that add means to metrics."""
+"""The base class of objectives that average over tokens, and functions that add averages to metrics."""
 
 import torch
 
@@ -10,7 +10,7 @@ from spmdrl.tracking.metrics import Metrics
 
 
 class TokenObjective(Objective):
-    """Divides a sum over the trained tokens of an optimizer step by their number, over all ranks."""
+    """An objective whose loss is a mean over the trained tokens of an optimizer step on all ranks."""
 
     peers: Peers
 
@@ -23,24 +23,27 @@ class TokenObjective(Objective):
         return Shared(totals(share, self.peers, self.trained_mask(share)))
 
     def weights(self, micro: Batch, shared: Shared, device: torch.device, mode: str = "token-mean") -> torch.Tensor:
-        """Return the final weight of each token, [T] on the device; 0 outside the mask. mode: of `token_weights`."""
+        """Return the final weight of each token, [T] on the device; 0 if it does not train. mode: of `token_weights`."""
         mask, seq = self.trained_mask(micro).to(device), micro.episode_index.to(device)
         return token_weights(mode, mask, seq, shared.totals)
 
 
 def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> Totals:
-    """Count tokens and episodes of an optimizer step over all ranks. mask_T: by default the loss mask. Collective."""
+    """Count tokens and episodes of an optimizer step over all ranks. Collective.
+
+    mask_T: True for the tokens to count; None for the loss mask.
+    """
     local = count_totals(share.token["mask"] if mask_T is None else mask_T, share.episode_index)
     return Totals(*peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist())
 
 
 def add_token_mean(metrics: Metrics, name: str, x_T: torch.Tensor, mask_T: torch.Tensor) -> None:
-    """Add the numbers under a mask, which may be empty, to a mean; sum in float64."""
+    """Add the numbers of x under a mask, which may be empty, to the metric `name`, a mean; sums are in float64."""
     count = mask_T.sum()
     total = torch.where(mask_T, x_T.detach(), torch.zeros_like(x_T)).double().sum()
     metrics.add(name, total / count.clamp(min=1), count)
 
 
 def add_mean(metrics: Metrics, name: str, x: torch.Tensor) -> None:
-    """Add the numbers of x, which may be empty, to a mean."""
+    """Add the numbers of x, which may be empty, to the metric `name`, a mean."""
     metrics.add(name, x.mean() if len(x) else 0.0, len(x))
