@@ -136,8 +136,8 @@ def aligned_loss(
     Args:
         hidden_TD: the student's hidden states, in float16, bfloat16, float32 or float64.
         weight_VD: the student's output weight, in the same dtype and on the same device.
-        shift_T: log of the factor that multiplies the student's probabilities. Its gradient is returned; autograd
-            does not pass it on.
+        shift_T: log of the factor that multiplies the student's probabilities. The function returns its gradient,
+            which autograd does not compute.
         teacher: the teacher's distributions for the same rows.
         weight_T: weight of each row's distance.
         matched: see `compare`.

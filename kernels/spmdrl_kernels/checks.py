@@ -73,7 +73,7 @@ def check_settings(softcap, sizes: dict[str, int | None]) -> None:
 
 
 def check_values(targets_T, temperature, vocab: int) -> None:
-    """Check the values of targets and temperatures; the host waits once for the device to read their bounds."""
+    """Check the values of targets and temperatures. To read their bounds, the host waits for the device once."""
     if not targets_T.numel():
         return
     bounds = [x.double() for x in torch.aminmax(targets_T)]

@@ -69,8 +69,8 @@ def linear_logprob(
 
     Returns:
         logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. For bf16 and fp16
-        inputs, logits are fp32 (rounded on AMD GPUs), and the matmuls of backward have 16-bit inputs. Both outputs have
-        first derivatives only, by hidden_TD and weight_VD. Gradients are summed in fp32 (fp64 for fp64 inputs).
+        inputs, logits are fp32 (rounded on AMD GPUs), and the matmuls of backward have 16-bit inputs. Both outputs can
+        be differentiated once, by hidden_TD and weight_VD. Gradients are summed in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, a target is outside the vocabulary, a setting is out of
@@ -252,7 +252,10 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
-        """Compute the logits again; return the gradients of hidden [T, D] and weight [V, D], None if not needed."""
+        """Return the gradients of hidden [T, D] and weight [V, D], None for one that is not needed.
+
+        The logits are computed again.
+        """
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if (grad_logp_T is None and grad_entropy_T is None) or not (need_hidden or need_weight):
             return (None,) * 6

@@ -39,8 +39,8 @@ def token_logprob(
         backend: `triton` or `torch`, as in `linear_logprob`.
 
     Returns:
-        logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 logits. Both have first
-        derivatives only, by the logits.
+        logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 logits. Both can be
+        differentiated once, by the logits.
 
     Raises:
         ValueError: as in `linear_logprob`.

@@ -208,7 +208,7 @@ class TritonRows:
         self.fp64 = dtype == torch.float64
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Return the logits uncopied: `add_stats_` leaves them unchanged, and `logit_gradient` may overwrite them."""
+        """Return the logits without a copy: `add_stats_` leaves them unchanged, `logit_gradient` may overwrite them."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, targets_C, scale_C, softcap, second) -> None:
@@ -244,7 +244,7 @@ class TritonRows:
                 FP64=self.fp64,
                 LANES=lanes,
                 STEPS=min(most[1], triton.next_power_of_2(triton.cdiv(columns, lanes))),
-                num_warps=STATS_WARPS,  # pyright: ignore[reportCallIssue] (of the launch)
+                num_warps=STATS_WARPS,  # pyright: ignore[reportCallIssue] (an argument of the launch)
             )
 
     def logit_gradient(
@@ -275,7 +275,7 @@ class TritonRows:
                 SOFTCAP=softcap,
                 FP64=self.fp64,
                 BLOCK=block,
-                num_warps=8,  # pyright: ignore[reportCallIssue] (of the launch)
+                num_warps=8,  # pyright: ignore[reportCallIssue] (an argument of the launch)
             )
         return out_CV
 

@@ -77,7 +77,7 @@ class Packed(nn.Module):
 
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: whether to return the state before a token,
         which predicts it, instead of the state after it. experts_TLK: [T, L, K], experts that routers must choose; -1
-        (FREE) lets the router choose (`hub/routing.py`). noise: is added to the embeddings; not possible with shared
+        (FREE) lets the router choose (`hub/routing.py`). noise: noise to add to embeddings; not possible with shared
         prompts. begins_B: bool [B], False for a further path of the episode before it (`data/tree.py`); None: no
         episode has several paths. runs: number of forwards in the form `apart`, at least B. All ranks that shard the
         weights must run the same number, because each forward all-gathers the weights.

@@ -27,9 +27,9 @@ LENGTHS = (5, 9, 14)
 PREFIX = 4
 """Number of tokens at the beginning of the second and the third sequence that are the same in both."""
 FORWARD = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest allowed difference of states from plain transformers, relative to their size. For float64 it is not smaller,
-because some families compute parts of float64 models in float32. In 16 bits the difference is the median over tokens,
-because rounding changes the choice of experts for some tokens. The limit in 16 bits is lower if two attention
+"""Largest allowed difference of states from plain transformers, relative to their size. The limit for float64 is not
+smaller, because some families compute parts of float64 models in float32. In 16 bits the difference is the median over
+tokens, because rounding changes the choice of experts for some tokens. The limit in 16 bits is lower if two attention
 implementations of transformers differ by less (`Sequences.most`).
 """
 BACKWARD = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}

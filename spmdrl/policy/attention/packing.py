@@ -79,7 +79,7 @@ class Packing:
 
     @cached_property
     def classes(self) -> list[LengthClass]:
-        """The layout for attention over padded sequences, grouped by length (`alike`)."""
+        """The layout for attention over padded sequences, one class for each group of similar lengths (`alike`)."""
         below, starts, device = [spans[:-1] for spans in self.spans], _starts(self.lengths), self.device
         # If all trunks of a class have the same length, a GPU needs no mask other than causality aligned to the last
         # key.

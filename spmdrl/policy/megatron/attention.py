@@ -30,7 +30,7 @@ class Params(PackedSeqParams):
     """What Megatron's layers receive about a pack."""
 
     routing: Any = None
-    """The pack's `routing.Routing`; None for a model without experts."""
+    """What routers need to know about the pack (`routing.Routing`); None for a model without experts."""
     lengths: tuple[int, ...] = ()
     """Padded lengths of the pack's sequences. They are in host memory, because reading them from the GPU would make the
     host wait for it in each layer."""

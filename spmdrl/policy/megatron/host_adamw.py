@@ -79,7 +79,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Create a state from its values for each parameter that has none."""
+        """Create a state for each parameter that has none; its master weights are the parameter's values."""
         for p in (p for p, _ in self._all() if p not in self.state):
             master = p.detach().to("cpu", torch.float32, copy=True)
             self.state[p] = {"master_param": master} | new_state(master)

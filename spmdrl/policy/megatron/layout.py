@@ -23,9 +23,9 @@ class Layout:
     sequence_parallel: bool = True
     """True to divide the tokens over tp in those parts of a layer that tp does not divide; no effect if tp is 1."""
     last_stage_layers: int = 0
-    """Number of layers of the last stage; 0 for the same number as every stage that no setting fixes."""
+    """Number of layers of the last stage. If 0, all stages without a set number get equal numbers of layers."""
     first_stage_layers: int = 0
-    """Number of layers of the first stage; 0 for the same number as every stage that no setting fixes."""
+    """Number of layers of the first stage. If 0, all stages without a set number get equal numbers of layers."""
 
     @property
     def sp(self) -> bool:

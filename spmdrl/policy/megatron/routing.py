@@ -65,7 +65,7 @@ def plan(
 class Router(TopKRouter):
     """Megatron's router with routing replay; it counts the tokens of experts and has a load-balancing loss.
 
-    Count and loss leave out padding tokens.
+    Padding tokens affect neither the counts nor the loss.
     """
 
     place = 0

@@ -60,7 +60,7 @@ class RowClass:
     starts: torch.Tensor | None
     """int64 [B]: for each row, which of the states passed on so far it starts from; None if all start from zeros."""
     hands: bool
-    """True if the last states of the rows are passed on. They follow the states passed on so far, in order of rows."""
+    """True if the rows pass on their last states, which are numbered after those passed on so far, in row order."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Responses whose sample number is at least this do not train: KTO pairs them with the prompt of another response."""
+"""Smallest sample number of responses that do not train, because KTO pairs them with the prompt of another response."""
 
 
 @dataclass

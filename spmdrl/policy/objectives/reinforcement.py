@@ -77,7 +77,7 @@ class PolicyObjective(Objective):
                 ),
                 **algo.loss_settings,
             )
-        # The setting leaves out episodes whose advantages are all 0, which then need no forward.
+        # If `skip_zero_advantage` is set, episodes whose advantages are all 0 need no forward.
         active = share.seq["advantage"] != 0 if algo.skip_zero_advantage else None
         return PolicyShared(Totals(tokens, sequences), active, on_policy, first, self.policy.version, good)
 

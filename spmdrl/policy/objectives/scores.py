@@ -144,8 +144,8 @@ def _add_calibration(
 ) -> None:
     """Add the sums from which `report` computes the calibration error.
 
-    predicted: probabilities [n] of the model. true: what they should be, [n]. place: where between 0 and 1 each of them
-    is in the range of the bins, [n]. bins: number of bins.
+    predicted: probabilities of the model, [n]. true: the labels that they predict, [n]. place: position of each
+    probability in the range of the bins, from 0 to 1, [n]. bins: number of bins.
     """
     bin_n = (place * bins).long().clamp(max=bins - 1)
     for i in range(bins):

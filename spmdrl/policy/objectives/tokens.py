@@ -23,7 +23,7 @@ class TokenObjective(Objective):
         return Shared(totals(share, self.peers, self.trained_mask(share)))
 
     def weights(self, micro: Batch, shared: Shared, device: torch.device, mode: str = "token-mean") -> torch.Tensor:
-        """Return the final weight of each token, [T] on the device; 0 if it does not train. mode: of `token_weights`."""
+        """Return the final weight of each token, [T] on the device; 0 outside the mask. mode: as in `token_weights`."""
         mask, seq = self.trained_mask(micro).to(device), micro.episode_index.to(device)
         return token_weights(mode, mask, seq, shared.totals)
 
