@@ -47,7 +47,7 @@ class Saver:
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
         """Compute the files that all checkpoints have, and warn if the disk is too full for one. Collective.
 
-        Called at the start. Raises ValueError if a model cannot be saved, so that the run does not fail only later.
+        Called at the start, so that a run fails before it trains: raises ValueError if a model cannot be saved.
         """
         saved = store.saved_models(models)
         self.expected_bytes = sum(model.checkpoint_bytes() for model in saved)
@@ -118,7 +118,7 @@ class Saver:
     def poll(self) -> dict[str, float]:
         """Return `time/checkpoint_write`, the seconds of a background write, once after the write has ended; else {}.
 
-        Not collective: ranks may notice the end at different steps. If the write failed, this raises the error.
+        Not collective: ranks may notice the end at different steps. If the write failed, this method raises the error.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()

@@ -85,7 +85,7 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
             mine.release()
             raise
         before.release()
-    # A node that was replaced may return after a later restart, so its launcher stays in the list.
+    # A node that was replaced may return after a later restart, so the lock file keeps its launcher.
     mine.sign(agents | lock.agents_of(mine.record) if restarted else agents)
     lock.held.append(mine)
     return [*notes, f"warning: {mine.warning}"] if mine.warning else notes

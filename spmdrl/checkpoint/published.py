@@ -37,7 +37,7 @@ def steps_saved(root: Path) -> list[int]:
 
 
 def clean(root: Path) -> None:
-    """Remove checkpoints that a killed job left incomplete, and put back one that it had moved away to replace it."""
+    """Remove checkpoints that a killed job left incomplete, and put back those that it had moved aside to replace."""
     for path in root.glob(".replaced-step_*") if root.is_dir() else ():
         final = root / path.name.removeprefix(".replaced-")
         if final.exists():

@@ -117,7 +117,7 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 
 
 def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = files.file_hash) -> dict[str, str]:
-    """Return path -> hash of every file; `!` and the error for a file that cannot be read. Collective.
+    """Return path -> hash of every file; for a file that cannot be read, `!` and the error. Collective.
 
     Each file is read by one rank, which is the same in every call. read: function that hashes a file.
     """

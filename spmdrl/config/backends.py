@@ -70,7 +70,7 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _check_megatron(problems: Problems, world_size: int) -> None:
-    """Add settings that Megatron refuses for any model; `policy/megatron/layout.py` checks that it can divide one."""
+    """Add lines for what Megatron refuses with any model; `policy/megatron/layout.py` checks the model itself."""
     config = problems.config
     axes = config.parallel
     if importlib.util.find_spec("megatron") is None:

@@ -12,7 +12,8 @@ class BuiltIn:
 
     module: str
     pooled: bool = False
-    """True if it may take long and runs in the pool of processes; the module's `load(name, settings)` makes it."""
+    """True if the reward may take long, so that grading processes run it; they get the function from
+    `load(name, settings)` of the module."""
     runs_programs: bool = False
     """True if the reward may run programs, which needs the sandbox."""
     has_clocks: bool = False

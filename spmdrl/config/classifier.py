@@ -73,5 +73,8 @@ def _problems(found: ClassifierConfig, given: Collection[str]) -> list[str]:
 
 
 def scored_by(file: str) -> str:
-    """Return a text that changes with a file's settings, to notice changes at a resume. Raises as `read_classifier`."""
+    """Return a text that changes with the settings of a file, so that a resume notices changes.
+
+    Raises ValueError as `read_classifier` does.
+    """
     return repr(read_classifier(file))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def advantage_of(cfg: Any) -> "Advantage":
-    """Return the description of `--algo.advantage` in the table of advantages. Raises ValueError as `load_function`."""
+    """Return the row of `--algo.advantage` in the table of advantages. Raises ValueError as `load_function` does."""
     from spmdrl.algos.estimators import ADVANTAGES, own_advantage
 
     name = cfg.algo.advantage
@@ -22,7 +22,7 @@ def advantage_of(cfg: Any) -> "Advantage":
 
 
 def loss_of(cfg: Any) -> "Loss":
-    """Return the description of `--algo.loss` in the table of losses. Raises ValueError as `load_function` does."""
+    """Return the row of `--algo.loss` in the table of losses. Raises ValueError as `load_function` does."""
     from spmdrl.algos.losses import LOSSES, own_loss
 
     name = cfg.algo.loss

@@ -79,7 +79,7 @@ def setting(
 
 
 def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **defaults: Any) -> Any:
-    """Return the dataclass field of a section. unread_by: as in `setting`. defaults: they replace those of `kind`."""
+    """Return the dataclass field of a section. unread_by: as in `setting`. defaults: they replace defaults of `kind`."""
     make = functools.partial(kind, **defaults) if defaults else kind
     return dataclasses.field(default_factory=make, metadata={"unread_by": unread_by})
 

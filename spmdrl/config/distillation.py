@@ -18,7 +18,7 @@ from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
 @hides(Job.DISTILL)
 @dataclass
 class TeacherConfig(ReferenceConfig):
-    """The teacher: a frozen model."""
+    """The teacher, a frozen model from which the student learns."""
 
     path: str = ""
     """The teacher, in a form that `--model.path` takes. It reads the student's tokens; its vocabulary may be padded to
@@ -53,8 +53,9 @@ class DistillSection(DivergenceConfig):
     probabilities of both models over spans of text (https://arxiv.org/abs/2402.12030). `gold`: the divergence for
     tokens that both models have, and `uld` for other tokens. `off`: both models have the same tokens."""
     merge: Literal["first", "last"] = setting("first", only_with=lambda c: c.distill.align != "off")
-    """Distribution of a span of several tokens. `first`: the distribution at its first token times the probabilities of
-    the later tokens. `last`: the distribution at its last token times the probabilities of the earlier tokens."""
+    """Distribution that stands for a span of several tokens. `first`: the distribution at its first token times the
+    probabilities of the later tokens. `last`: the distribution at its last token times the probabilities of the earlier
+    tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class FurtherTeacher:
     weight: float
     """Weight of this teacher's divergence in the loss; the first teacher has weight 1."""
     source: str
-    """The `data_source` of rows that only this teacher teaches. Empty: it is one of the teachers of the rows that no
-    teacher has alone."""
+    """The `data_source` of rows that only this teacher teaches. Empty: together with the first teacher it teaches all
+    rows that are not reserved for one teacher."""
 
 
 def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
@@ -85,7 +86,7 @@ def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
 
 
 def _values(section: str) -> dict:
-    """Return the values of a section in the preset `distill`."""
+    """Return the values that the preset `distill` sets in a section of the settings."""
     named = PRESETS["distill"].settings.items()
     return {name.partition(".")[2]: value for name, value in named if name.startswith(f"{section}.")}
 

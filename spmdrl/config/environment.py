@@ -60,7 +60,7 @@ class EnvironmentConfig:
     """Most episodes of an engine that are open at the same time, counted in complete groups. 0: all episodes of the
     engine."""
     workers: int = setting(1, COUNT, free=Free.LIMIT)
-    """Number of processes per engine that run environments."""
+    """Number of processes that run environments, for each engine."""
     memory_mb: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
     """Most memory in MiB that each process that runs environments may use; 0: no limit."""
     python: str = setting("", free=Free.LIMIT)

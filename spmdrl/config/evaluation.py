@@ -47,7 +47,7 @@ class EvaluationEvalConfig(schema.EvalConfig):
 
 @hides(Job.EVALUATE)
 class EvaluationTrackingConfig(schema.TrackingConfig):
-    """Display of the results."""
+    """How the results are displayed."""
 
 
 @dataclass

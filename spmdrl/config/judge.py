@@ -15,7 +15,7 @@ from spmdrl.config.yaml_file import SUFFIXES, read_settings
 
 @dataclass
 class JudgeConfig:
-    """A model that grades responses, as a file describes it (docs/judge.md): behind a URL, or on the run's engine."""
+    """A model that grades responses, behind a URL or in the run's engine; a YAML file describes it (docs/judge.md)."""
 
     url: str = ""
     """Server of chat completions, such as `http://host:8000/v1`. Requests to it contain prompts, responses and ground
@@ -101,7 +101,7 @@ def judged_tokens(config: Config) -> int:
 
 
 def graded_by(file: str) -> str:
-    """Return a text that changes with the settings that affect a judge's grades. Raises ValueError as `read_judge`."""
+    """Return a text that changes with settings that affect a judge's grades. Raises ValueError as `read_judge` does."""
     judge = read_judge(file)
     decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
     # The text has these settings only if they are set, so that judges without them keep the text of older versions.

@@ -37,7 +37,7 @@ class AlgoConfig:
     length_adaptive: float | None = setting(None, POSITIVE)
     """VAPO's alpha, which makes lambda depend on the length: lambda = 1 - 1 / (alpha * sampled tokens). None: off."""
     step_weight: float | None = setting(None, NOT_NEGATIVE)
-    """Weight of GiGPO's step advantage."""
+    """Weight of a turn's advantage in gigpo, which is added to the advantage of the episode."""
     part_weights: tuple[str, ...] = ()
     """Parts of the reward that GDPO normalises separately, as `name=weight`; the part `score` is the complete reward.
     Empty: the score and all parts, each with weight 1. If the score is the sum of the parts, name only the parts."""
@@ -56,9 +56,9 @@ class AlgoConfig:
     cov_kl_coef: float | None = setting(None, NOT_NEGATIVE)
     """Weight of kl_cov's penalty on the selected tokens."""
     cov_low: float | None = setting(None, FINITE)
-    """The loss clip_cov selects only tokens whose covariance is above this."""
+    """The loss clip_cov selects only tokens whose covariance is above this number."""
     cov_high: float | None = setting(None, FINITE)
-    """The loss clip_cov selects only tokens whose covariance is below this."""
+    """The loss clip_cov selects only tokens whose covariance is below this number."""
     ratio_cap: float | None = setting(None, at_least(1))
     """Largest ratio that the losses dppo_tv and dppo_kl use."""
     beta: float | None = setting(None, POSITIVE)
@@ -79,7 +79,7 @@ class AlgoConfig:
     kl_horizon: float = setting(10000.0, POSITIVE, only_with=lambda c: c.algo.kl_target is not None and c.has_reference)
     """Horizon of the KL controller in samples: the larger it is, the more slowly `kl_coef` changes."""
     entropy_coef: float = setting(0.0, FINITE)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus in the loss. 0: off."""
     old_logp: Literal["auto", "policy", "rollout"] = "auto"
     """Source of old_logp. `policy`: a separate forward of the policy. `rollout`: the engine's logp (bypass). `auto`:
     the update's forward, at no cost, if it gives the same values as `policy` (one update a step), else `policy`."""
@@ -103,9 +103,9 @@ class CorrectionConfig:
     """Upper bound of a ratio; larger ratios are truncated (tis) or masked (icepop, mis). None: the default of
     `kind`."""
     reject_low: float | None = setting(None, NOT_NEGATIVE)
-    """Sequences whose geometric mean ratio is smaller are masked. None: off."""
+    """Sequences whose geometric mean of ratios is below this number are masked. None: off."""
     reject_high: float | None = setting(None, POSITIVE)
-    """Sequences whose geometric mean ratio is larger are masked. None: off."""
+    """Sequences whose geometric mean of ratios is above this number are masked. None: off."""
 
 
 @dataclass
@@ -115,9 +115,9 @@ class ShapingConfig:
     reward_coef: float = setting(1.0, FINITE)
     """Factor on the reward. With 0 the policy learns only from the KL to the reference or teacher."""
     clip_low: float | None = setting(None, FINITE)
-    """Rewards below this are raised to it. None: no bound."""
+    """Rewards below this number are raised to it. None: no bound."""
     clip_high: float | None = setting(None, FINITE)
-    """Rewards above this are lowered to it. None: no bound."""
+    """Rewards above this number are lowered to it. None: no bound."""
     normalize: Literal["none", "batch", "running"] = "none"
     """Normalise rewards to mean 0 and standard deviation 1, over the step (`batch`) or over the run so far
     (`running`)."""

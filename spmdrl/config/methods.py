@@ -38,7 +38,7 @@ def method_problems(config: Config) -> list[str]:
 
 
 def _not_run(*_: Any) -> Any:
-    """Stand in for a user's function, whose file is not imported while settings are checked."""
+    """Function in place of a user's function, whose file is not imported while settings are checked."""
 
 
 def _check_step(problems: Problems, advantage: "Advantage") -> None:
@@ -180,7 +180,7 @@ def _check_overlooked(problems: Problems, advantage: "Advantage") -> None:
 
 
 def _check_ranges(problems: Problems) -> None:
-    """Check that lower bounds are not above their upper bounds, and that the chosen method reads a bound."""
+    """Check that lower bounds are not above upper bounds, and that the chosen `--correction.kind` reads its bounds."""
     config: Config = problems.config
     correction, algo = config.correction, config.algo
     for low, high in (

@@ -38,7 +38,7 @@ class OnlineMethod(PreferenceMethod):
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "apo", "sppo", "raft"] = "dpo"
     """Published method, which determines the losses; `--preference.loss` replaces them."""
     gap: float = setting(0.0, NOT_NEGATIVE)
-    """A prompt is left out unless the rewards of its best and its worst sample differ by more than this."""
+    """A prompt is left out unless the rewards of its best and its worst sample differ by more than this number."""
     least_reward: float | None = setting(None, FINITE)
     """A prompt is left out unless its best sample has at least this reward. None: no bound."""
 

@@ -118,11 +118,11 @@ PRESETS: dict[str, Preset] = {
 
 
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
-    """Return dotted name -> value of a preset's settings, if the loss or advantage is another one than the preset's.
+    """Return dotted name -> value of the settings of a preset.
 
-    Values that losses (or advantages) read are dropped if a user replaces the preset's, so that the chosen function
-    keeps its defaults. With a loss from a user's file the preset's aggregation stays. Raises KeyError for an unknown
-    preset.
+    loss, advantage: what a user chose in place of the preset's, or "". Values that only losses (or advantages) read are
+    then dropped, so that the chosen function keeps its defaults. With a loss from a user's file the preset's
+    aggregation stays. Raises KeyError for an unknown preset.
     """
     settings = dict(PRESETS[name].settings)
     gone: set[str] = set()

@@ -78,7 +78,7 @@ def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]
 
 
 def read_yaml(path: str, problems: list[str]) -> Entries:
-    """Return the entries of a YAML file: dotted names and text. The file is only composed, to know the line numbers."""
+    """Return the entries of a YAML file: dotted names and text. YAML is read only to nodes, which have line numbers."""
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.SafeLoader)
@@ -228,7 +228,7 @@ def parse(command: type, tokens: list[str], prog: str, origins: dict[str, str]) 
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            # tyro would read all source files of the sections for comments as help texts, which takes long.
+            # Without this option tyro searches the source files of all sections for comments, which takes long.
             return tyro.cli(command, args=tokens, prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
     except SystemExit:
         text = re.sub(r"\x1b\[[0-9;]*m", "", report.getvalue())

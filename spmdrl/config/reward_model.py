@@ -16,7 +16,7 @@ class ScoredDataConfig(PreferenceDataConfig):
     """Where rows come from: pairs of responses, or responses whose steps have labels."""
 
     margin_column: str = setting("margin", only_with=lambda c: c.reads_pairs)
-    """Column with the margin by which the score of the better response should be higher. It may be missing."""
+    """Column with the margin by which the better response should score higher. The column may be missing."""
     output_column: str = setting("output", only_with=lambda c: c.reads_pairs and len(c.reward_model.outputs) > 1)
     """Column with the name of the output that a row's preference is about, if there are several
     `--reward-model.outputs`."""
@@ -42,7 +42,7 @@ class RewardModelMethod:
     """Names of the scores that the model gives; each is trained on the rows that name it. Empty: the model gives one
     score."""
     centre: float = setting(0.0, NOT_NEGATIVE, only_with=lambda c: c.reads_pairs)
-    """Weight of a loss that keeps scores around 0: the squared sum of both scores of a pair. Usual is 0.01. 0: off."""
+    """Weight of a loss that keeps scores around 0: the squared sum of both scores of a pair. 0.01 is usual. 0: off."""
 
 
 @hides(Job.REWARD_MODEL)

@@ -42,7 +42,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", free=Free.WATCHED)
     """Device to run on. `auto`: GPUs if torch sees one for each local rank, else the CPU."""
     timeout: float = setting(600.0, POSITIVE, free=Free.WATCHED)
-    """Most seconds that a collective waits for a missing rank; after them all ranks are ended."""
+    """Most seconds that a collective waits for a missing rank; after this time all ranks are ended."""
     grace: float = setting(60.0, POSITIVE, free=Free.WATCHED)
     """Most seconds after SIGUSR1 (or SIGTERM) in which the job finishes or abandons the step, saves and exits."""
     deterministic: bool = setting(False, free=Free.WATCHED)
@@ -136,7 +136,7 @@ class ParallelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """AdamW and the schedule of its learning rate."""
 
     lr: float = setting(2e-4, NOT_NEGATIVE)
     """Peak learning rate of AdamW. The default shown is for the model that comes with spmdrl. For other models it is
@@ -388,7 +388,7 @@ class RewardConfig:
     workers: int = setting(1, COUNT, free=Free.LIMIT)
     """Number of grading processes on each rank, for rewards that may take long."""
     timeout: float = setting(5.0, POSITIVE, free=Free.LIMIT)
-    """Most seconds that one grading may take; after them its process is killed."""
+    """Most seconds that one grading may take; after this time its process is killed."""
     on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=Free.LIMIT)
     """What follows a grading that was killed. `error`: the job ends. `zero`: the score and all its parts are 0, and the
     case is counted. `auto`: `error` for functions in files, else `zero`."""
@@ -426,7 +426,7 @@ class SandboxConfig:
 
 @dataclass
 class EvalConfig:
-    """Evaluation during the run."""
+    """Evaluation of the policy on `--data.eval` during the run."""
 
     FREE: ClassVar[str] = Free.KEPT
 
@@ -445,7 +445,7 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When to save, and what to keep."""
+    """When checkpoints are saved, and which of them are kept."""
 
     FREE: ClassVar[str] = Free.KEPT
 

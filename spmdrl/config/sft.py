@@ -27,7 +27,7 @@ class SFTMethod:
     (https://arxiv.org/abs/2508.05629)."""
     neftune: float = setting(0.0, NOT_NEGATIVE)
     """FSDP: strength of uniform noise on the embeddings: at most neftune / sqrt(L x width) for a sequence of L tokens
-    (NEFTune, https://arxiv.org/abs/2310.05914). Usual is 5. 0: no noise."""
+    (NEFTune, https://arxiv.org/abs/2310.05914). 5 is usual. 0: no noise."""
     add_tokens: tuple[str, ...] = ()
     """Special tokens to add to the tokenizer, such as those of a chat template. The embeddings get new rows for them,
     which are saved with the model."""

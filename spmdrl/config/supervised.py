@@ -39,7 +39,7 @@ class SupervisedParallelConfig(schema.ParallelConfig):
 
 @dataclass
 class SupervisedOptimizerConfig(schema.OptimizerConfig):
-    """AdamW and its schedule."""
+    """AdamW and the schedule of its learning rate."""
 
     lr: float = setting(2e-5, NOT_NEGATIVE)
     """Peak learning rate of AdamW."""
@@ -102,7 +102,7 @@ class SupervisedDataConfig:
 
 @dataclass
 class HeldOutConfig:
-    """Evaluation during the job."""
+    """Evaluation on `--data.eval` during the job."""
 
     FREE: ClassVar[str] = Free.KEPT
 

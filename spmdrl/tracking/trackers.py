@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """What a run calls on every tracker."""
+    """Methods that a run calls on every tracker."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
