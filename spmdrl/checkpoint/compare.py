@@ -1,4 +1,4 @@
-"""Compares settings, versions, state and weights of two checkpoints. Tensors are read a slice at a time."""
+"""Compares settings, versions, state and weights of two checkpoints. Tensors are read slice by slice."""
 
 import json
 import math

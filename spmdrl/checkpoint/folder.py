@@ -139,7 +139,7 @@ def check_settings(
     given: Collection[str] = (),
     kinds: Mapping[str, type] | None = None,
 ) -> list[str]:
-    """Check that a resumed run has the settings with which its folder was made; return notes. Collective.
+    """Check that a resumed run has the settings with which its folder was made; return lines for the user. Collective.
 
     given, kinds: as in `differences`.
 

@@ -36,7 +36,7 @@ class Content:
 
     step: int
     writers: dict[str, Write]
-    """Sub-folder of a model ('' for the policy) -> function that writes the model; a rank has those that it holds."""
+    """Sub-folder of a model ('' for the policy) -> function that writes it, for the models that this rank holds."""
     state: dict | None
     """State of the run, JSON-serialisable; only rank 0's value is written."""
     mine: Any = None

@@ -79,7 +79,10 @@ def setting(
 
 
 def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **defaults: Any) -> Any:
-    """Return the dataclass field of a section. unread_by: as in `setting`. defaults: they replace defaults of `kind`."""
+    """Return the dataclass field of a section.
+
+    kind: the section's class. unread_by: as in `setting`. defaults: values that replace defaults of the class.
+    """
     make = functools.partial(kind, **defaults) if defaults else kind
     return dataclasses.field(default_factory=make, metadata={"unread_by": unread_by})
 

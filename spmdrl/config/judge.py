@@ -96,7 +96,7 @@ def frozen_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
 
 
 def judged_tokens(config: Config) -> int:
-    """Return the most tokens of a question and its answer in the engine; 0 if no judge runs in the engine."""
+    """Return the most tokens of a question and its answer together, in the engine; 0 if no judge runs in the engine."""
     return max((j.max_prompt_tokens + j.max_new_tokens for _, j in engine_judges(config)), default=0)
 
 

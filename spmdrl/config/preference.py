@@ -103,7 +103,7 @@ class PreferenceMethod:
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = setting(
         "reverse_kl", only_with=read_as("divergence")
     )
-    """Divergence from the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
+    """Kind of divergence that keeps the policy near the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
     alpha: float = setting(0.5, only_with=lambda c: read_as("alpha")(c) and c.preference.divergence == "alpha")
     """Exponent of the divergence `alpha`."""
     tau: float = setting(0.05, POSITIVE, only_with=read_as("tau"))

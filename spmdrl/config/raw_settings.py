@@ -78,7 +78,7 @@ def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]
 
 
 def read_yaml(path: str, problems: list[str]) -> Entries:
-    """Return the entries of a YAML file: dotted names and text. YAML is read only to nodes, which have line numbers."""
+    """Return the entries of a YAML file (dotted names and text) from its YAML nodes, which have line numbers."""
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.SafeLoader)

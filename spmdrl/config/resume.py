@@ -27,7 +27,7 @@ from spmdrl.config.yaml_file import SUFFIXES
 
 
 def may_change(cfg: TrainingConfig, name: str) -> bool:
-    """Return True if a resume may change a setting; not `run.steps` if the schedule of the learning rate reads it."""
+    """Return True if a resume may change a setting; False for `run.steps` if the learning rate depends on it."""
     if name == "run.steps" and cfg.optimizer.schedule != "constant":
         return False
     return bool(declared(type(cfg))[name].free)

@@ -216,7 +216,7 @@ class PolicyConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (LoRA) on the policy. Only they train; the reference of the KL is the model without them."""
+    """Low-rank adapters (LoRA) on the policy. Only the adapters train; the KL's reference is the model without them."""
 
     rank: int = setting(0, NOT_NEGATIVE)
     """Rank of the adapters. 0: no adapters, and every weight trains."""

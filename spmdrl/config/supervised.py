@@ -61,7 +61,7 @@ class SupervisedDataConfig:
     eval: str = setting("", free=Free.KEPT)
     """Source of rows on which the loss is measured during the job. Empty: no evaluation."""
     messages_column: str = setting("", unread_by=(Job.PREFERENCE,))
-    """Column with messages. Empty: a column with a usual name (`messages`, `conversations`, ...)."""
+    """Column with the messages of a dialogue. Empty: a column with a usual name (`messages`, `conversations`, ...)."""
     prompt_column: str = ""
     """Column with the prompt, as text or messages. Empty: a column with a usual name (`prompt`, `instruction`,
     `question`, ...)."""

@@ -215,7 +215,7 @@ def plain_line(
 
 
 def phase_times(metrics: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:
-    """Return phase -> seconds: first `phases` in their order, then other phases. The complete step is left out."""
+    """Return phase -> seconds: first `phases` in their order, then other phases; the time of the step is left out."""
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     times.pop("step", None)
     return {name: times[name] for name in [*phases, *times] if name in times}

@@ -73,7 +73,7 @@ class Metrics:
                 self._entries[name] = (kind, mine + total, my_weight + weight)
 
     def dump(self) -> list[tuple[str, str, float, float]]:
-        """Return all entries as rows (name, kind, total, weight), which `load` reads. Waits for the device."""
+        """Return all entries as rows (name, kind, total, weight), which `load` reads. This waits for the device."""
         return [(name, kind, float(total), float(weight)) for name, (kind, total, weight) in self._entries.items()]
 
     def load(self, rows: list[tuple[str, str, float, float]]) -> None:
@@ -163,7 +163,7 @@ class Timer:
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Start without times. on_phase: called with the phase in progress, or "", whenever it changes."""
+        """Start without times. on_phase: called with the new phase whenever the phase changes; "" means no phase."""
         self.phase = ""
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}

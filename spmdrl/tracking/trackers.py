@@ -135,7 +135,7 @@ def keep_wandb_id(run_dir: str | os.PathLike[str], run_id: str) -> None:
 
 
 class WandbTracker:
-    """A wandb run in `<run_dir>/wandb`. Without an account it stays offline, for a later `wandb sync`."""
+    """A wandb run in `<run_dir>/wandb`. Without a wandb account the run stays offline, for a later `wandb sync`."""
 
     def __init__(
         self, run_dir: str | os.PathLike[str], project: str, name: str, config: Mapping[str, Any], resume_step: int = 0
@@ -170,7 +170,7 @@ class WandbTracker:
         self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
 
     def close(self) -> None:
-        """Finish the run, and wait until it is sent or written."""
+        """Finish the run, and wait until its metrics are sent or written."""
         self._run.finish()
 
 
