@@ -12,7 +12,10 @@ BACKENDS = ("triton", "torch", "liger")
 
 
 def choose(backend: str | None, device: torch.device) -> str:
-    """Return `backend` if given, else the variable SPMDRL_KERNELS, else the device's default. ValueError: unknown."""
+    """Return the name of the backend: `backend` if given, else the variable SPMDRL_KERNELS, else the device's default.
+
+    ValueError: there is no backend with this name.
+    """
     name = backend or os.environ.get("SPMDRL_KERNELS") or ""
     if name and name not in BACKENDS:
         where = "backend" if backend else "SPMDRL_KERNELS"
@@ -30,7 +33,7 @@ def row_operations(backend: str | None, device: torch.device, dtype: torch.dtype
         where = "backend" if backend else "SPMDRL_KERNELS"
         raise ValueError(f"{where} liger is for linear_logprob only: use triton or torch here")
     if name == "triton":
-        # Imported late: importing Triton is slow, and many machines without a GPU lack it.
+        # Triton is imported only here, because its import is slow and many machines without a GPU lack it.
         from spmdrl_kernels.triton_rows import TritonRows
 
         return TritonRows(dtype, device)

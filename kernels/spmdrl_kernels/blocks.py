@@ -125,5 +125,5 @@ def narrow(a: torch.Tensor) -> bool:
 
 
 def widens(a: torch.Tensor) -> bool:
-    """Return True if the device can multiply 16-bit matrices of this dtype into fp32; only cuBLAS can (torch 2.10)."""
+    """Return True if the device can multiply 16-bit matrices such as `a` into fp32: cuBLAS can, from torch 2.10 on."""
     return a.is_cuda and torch.version.cuda is not None and narrow(a)

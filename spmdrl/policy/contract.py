@@ -109,9 +109,9 @@ class Objective(Protocol):
 
 
 Write = Callable[[Path, World], None]
-"""A function of a folder and a world, over whose groups it communicates. It writes `folder/model` (HF safetensors in
-`--model.dtype`, and the files in `Policy.fixed`) and `folder/state` (optimizer state, and float32 weights if those in
-`model` are rounded). Collective."""
+"""The function that `Policy.saving` returns. Its arguments are a folder, and a world over whose groups it communicates.
+It writes `folder/model` (HF safetensors in `--model.dtype`, and the files in `Policy.fixed`) and `folder/state`
+(optimizer state, and float32 weights if those in `model` are rounded). Collective."""
 
 Head = Literal["lm", "value", "score", "steps"]
 """The kind of output for each token. `lm`: logp and entropy; `value`: the value of the state before the token; `score`:

@@ -16,7 +16,8 @@ from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import HeadFunction, TokenLoss
 
 WINDOW, LEAST = 32, 8
-"""A spike is a gradient norm far above the median of the last WINDOW norms. Without LEAST norms, none is a spike."""
+"""A spike is a gradient norm far above the median of the last WINDOW norms. Before LEAST norms exist, none counts as a
+spike."""
 MOST = 3
 """Most batches with a spike that a run stores, and most batches of non-finite steps, because batches are large."""
 
@@ -27,7 +28,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class AnomalousStep:
-    """A step that `Guard.passes` judges. It is anomalous if its norm is a spike, or norm or loss is not finite."""
+    """A step that `Guard.passes` judges; it is anomalous if its norm is a spike, or if norm or loss is not finite."""
 
     batch: Batch
     """This rank's sequences of the step, with all of their columns."""
@@ -55,9 +56,9 @@ class Guard:
     """Judges the optimizer steps of one model."""
 
     limit: int
-    """The value of `--optimizer.bad-steps`."""
+    """The value of `--optimizer.bad-steps`: so many non-finite steps in a row stop the run."""
     factor: float
-    """The value of `--run.spike-factor`."""
+    """The value of `--run.spike-factor`: a norm above this factor times the median is a spike; 0 turns this off."""
     store: Callable[[AnomalousStep], str] | None = None
     """Function that stores an anomalous step and returns a text on how to inspect it, for messages; None to store
     nothing. Collective over the training ranks."""

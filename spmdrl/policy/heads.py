@@ -251,7 +251,7 @@ class PackedLM(Packed):
         return *part.total(*(at_rows(rows, x, tokens) for x in numbers)), loss
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """Implements `Packed._distance`: differences in logp of all tokens but the first, in deviations of logits."""
+        """Implements `Packed._distance`: differences in logp, divided by the standard deviation of the logits."""
         theirs_nV, targets = logits_mV[:-1].double(), ids_n[1:]
         weight = self.hf.get_output_embeddings().weight
         states = states_nD[:-1].to(weight.dtype)

@@ -25,7 +25,7 @@ for a cost model."""
 
 @dataclass(frozen=True)
 class Labels:
-    """The scores that a reward model computes for a token, and how the reward is made of them."""
+    """The scores that a reward model computes for a token, and how they are combined into the reward."""
 
     names: tuple[str, ...]
     """Names of the scores, in the order of the model's outputs."""

@@ -100,8 +100,8 @@ class Learner:
         """Type of master weights, gradients, the optimizer's moments, and the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
         self.loss_scale = LossScale() if self.compute == torch.float16 else None
-        """Factor on the loss in the backward of `gradient`, which divides the gradient by it; None unless the forward
-        is in float16."""
+        """Factor by which `gradient` multiplies the loss before its backward, and by which it then divides the
+        gradient; None unless the forward is in float16."""
         self.away: list[Parked] = []
         self.parameters_away = False
         self.build(trainable, path or cfg.model.path, routing_replay, adapt and cfg.lora.rank > 0, average)
@@ -171,12 +171,15 @@ class Learner:
             else:
                 metrics.add_sum("loss", math.nan)
             metrics.add_sum("microbatches", len(micros) / self.world.data_size)
-        # The version changes only if a step was taken; otherwise the engine already has exactly these weights.
+        # The version changes only if a step was taken. If none was, the engine already has exactly these weights.
         self.version += self.updates_done > before
         return metrics
 
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
-        """Take or skip one optimizer step; return False if it was not finite. loss: loss of this rank's sequences."""
+        """Take or skip an optimizer step; return False if loss or gradient is not finite.
+
+        loss: sum of the losses of this rank's sequences.
+        """
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)

@@ -35,10 +35,10 @@ implementations of transformers differ by less (`Sequences.most`).
 BACKWARD = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
 """Largest allowed difference of a gradient with respect to embeddings, relative to the gradient's size."""
 LEAK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
-"""Limit of two numbers that are 0 without rounding: the relative change of a token's state when other sequences change,
-and the share of a gradient that reaches other sequences."""
+"""Upper limit of two numbers that would be 0 without rounding: the relative change of a token's state when other
+sequences change, and the share of a gradient that reaches other sequences."""
 ROUTED = 0.3
-"""The limit in place of LEAK on the change of a token's state, in 16 bits for models with experts."""
+"""Largest allowed change of a token's state when other sequences change, if a model has experts and runs in 16 bits."""
 NOT_FINITE = "numbers that are not finite: its weights hold such numbers or are too large for --model.dtype"
 
 
@@ -74,7 +74,8 @@ class Sequences:
     gradient: torch.Tensor | None = None
     """Gradient of the last sequence's states with respect to its embeddings [n, D]."""
     noise: float = 0.0
-    """In 16 bits, the median difference of states between two attention implementations of transformers, else 0."""
+    """In 16 bits, the median difference of states between two attention implementations of transformers; 0 in other
+    types."""
 
     def most(self, dtype: torch.dtype) -> float:
         """Return the limit on the difference of states: as much as rounding may cause."""
@@ -95,7 +96,7 @@ def ordinary_tokens(hf_config: Any) -> list[int]:
 
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Return the three random sequences, the same on every rank. turn: each number gives other tokens everywhere."""
+    """Return the three random sequences, the same on every rank. turn: each number gives another token everywhere."""
     ordinary = torch.tensor(ordinary_tokens(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)
@@ -243,7 +244,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
 
 
 def _read(states: torch.Tensor) -> torch.Tensor:
-    """Return a weighted sum of a sequence's states [n, D], without those of shared tokens, to compute a gradient of."""
+    """Return the scalar whose gradient is compared: a weighted sum of the states [n, D] after the shared tokens."""
     states = states[PREFIX:]
     weight = torch.linspace(-1, 1, states.numel(), dtype=torch.float64, device=states.device).view_as(states)
     return (states * torch.cos(17 * weight).to(states.dtype)).sum()

@@ -25,7 +25,7 @@ CLASSES = {
     "collections": {"OrderedDict"},
     "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
 }
-"""Module -> names in it that an index may contain. Calling the objects with these names has no side effects."""
+"""Module -> names of its objects that an index may contain. Calling these objects has no side effects."""
 LARGEST = 64 << 20
 """Most bytes of a value that is not a tensor; checkpoints store only numbers and names in this way."""
 

@@ -34,7 +34,7 @@ class LengthClass:
     scatter: torch.Tensor
     """int64 [tokens]: the slot of each token of the class, without padding."""
     tokens: torch.Tensor
-    """int64 [tokens]: index of each token in the pack."""
+    """int64 [tokens]: index in the pack of each token of the class."""
     sequences: int
     longest: int
     keys: torch.Tensor
@@ -56,7 +56,7 @@ class Packing:
     """Index of the parent of each node of a tree (`data/tree.py`); -1 for roots, which come first."""
     device: torch.device
     kind: str
-    """The value of `--policy.attention`."""
+    """The value of `--policy.attention`, which selects the kernel of attention layers."""
     part: TokenSlice
     """The slice of the row that this rank's layers process; only attention runs over all tokens."""
     experts: torch.Tensor | None = None
@@ -99,7 +99,7 @@ class Packing:
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """For each node, the spans (first token, number of tokens) to which it attends, from the root's to its own."""
+        """For each node, the spans (first token, number of tokens) to which it attends, from the root to the node."""
         own = list(zip(_starts(self.lengths), self.lengths, strict=True))
         out: list[list[tuple[int, int]]] = []
         for node in range(len(own)):
@@ -116,7 +116,10 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def alike(lengths: list[int]) -> list[list[int]]:
-    """Group the indices of similar lengths: one group if at most a fifth of it is padding, else two per power of 2."""
+    """Group the indices of similar lengths.
+
+    All lengths form one group if at most a fifth of it would be padding. If not, each power of 2 has two groups.
+    """
     uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
     # Lengths below SHORT count as SHORT, because padding short sequences costs less than a call for each length.
     return grouped([(max(n, SHORT) ** 2).bit_length() if uneven else 0 for n in lengths])

@@ -23,7 +23,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends block r of dimension 0 to rank r. The backward is the same operation, because its matrix is symmetric."""
+    """Sends block r of dimension 0 to rank r. The backward sends gradients back, which is the same operation."""
 
     @staticmethod
     def forward(ctx, x, group):

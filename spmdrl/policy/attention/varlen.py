@@ -110,13 +110,13 @@ def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Nee
     """Return the `Needs` of a model's layers from its HF config, before it is built. dtype: type of the forward."""
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # A key of latent attention has two parts, one of them with a rotary embedding; its width is the sum of both.
+    # A key of latent attention has a part without and a part with a rotary embedding; its width is the sum of both.
     width = max(width, getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0))
     return Needs(_capability(device), dtype, width, bool(getattr(text, "attn_logit_softcapping", None)))
 
 
 def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
-    """Return why a kernel cannot compute a layer; empty if it can. there: the result of `installed`."""
+    """Return why a kernel cannot compute a layer; empty if it can. there: the installed kernels (`installed`)."""
     if needs.capability < 8:
         return "it needs an NVIDIA GPU of the Ampere generation or later"
     if kernel not in there:
@@ -158,8 +158,8 @@ def attend(
 ) -> torch.Tensor:
     """Compute causal attention inside each sequence of `runs`: [Q, H, e].
 
-    window: number of keys to which a query attends: the last ones up to its token, whose key is included. None for all
-    of them.
+    window: number of keys to which a query attends: its token's key and the ones directly before it. None: a query
+    attends to all keys up to that of its token.
     """
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)

@@ -55,7 +55,7 @@ class _Cuda(types.ModuleType):
 
 
 class _Distributed(ranks.Distributed):
-    """torch.distributed with two collectives over parts of unequal size, which gloo lacks.
+    """A substitute for torch.distributed with two collectives over parts of unequal size, which gloo lacks.
 
     Megatron uses these collectives if the columns of experts are divided over ranks (`--parallel.etp`).
     """
@@ -83,7 +83,7 @@ class _Distributed(ranks.Distributed):
 
 
 class _Torch(ranks.Torch):
-    """Replaces torch in the modules of megatron.core."""
+    """The substitute for torch in the modules of megatron.core."""
 
     cuda = _Cuda("torch.cuda")
     distributed = _Distributed("torch.distributed")

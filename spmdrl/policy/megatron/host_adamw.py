@@ -133,7 +133,7 @@ class HostAdamW(torch.optim.AdamW):
             state["master_param"].copy_(p)
 
     def dummy_step(self) -> None:
-        """Create the state, into which Megatron then loads; its own version takes a step with random gradients."""
+        """Create the state, into which Megatron then loads. Its optimizer would take a step with random gradients."""
         self.fill()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:

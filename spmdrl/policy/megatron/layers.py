@@ -55,7 +55,7 @@ class Norm(nn.Module):
         self.weight = _parameter(config, hidden_size, fill=torch.ones)
 
     def forward(self, x):
-        """Normalize [..., D]."""
+        """Normalize the last dimension of x, [..., D]."""
         if self.centered:
             # Values are rounded after the multiplication by the weight, not before it, as in transformers.
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
@@ -76,7 +76,7 @@ class DuplicatedLinear(nn.Module):
 
 @cache
 def normed(linear: type, norm: type) -> type:
-    """Return a subclass of the row-parallel class `linear` whose output a `norm` normalizes (Gemma's second norms)."""
+    """Return a subclass of the row-parallel layer `linear` that normalizes its output by `norm` (for Gemma)."""
 
     class Normed(linear):
         def __init__(self, input_size, output_size, *, config, **kwargs):
@@ -135,7 +135,9 @@ class Model(GPTModel):
         labels: int = 1,
         bias: bool = False,
     ):
-        """stage: index of the virtual stage. engine: use TransformerEngine. labels, bias: as in `Scalar`."""
+        """stage: index of the virtual stage. engine: use TransformerEngine. labels, bias: for a `Scalar` head, the
+        number of its outputs and whether it has a bias.
+        """
         place: dict[str, Any] = {} if stage is None else dict(ignore_virtual=False, vp_stage=stage)
         first = parallel_state.is_pipeline_first_stage(**place)
         last = parallel_state.is_pipeline_last_stage(**place)

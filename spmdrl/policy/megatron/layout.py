@@ -6,7 +6,7 @@ from math import gcd
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of Megatron's parallel axes. Data parallelism has the number of ranks divided by tp * cp * pp."""
+    """Sizes of Megatron's parallel axes. The size of the data axis is the number of ranks divided by tp * cp * pp."""
 
     tp: int = 1
     """Tensor parallelism: number of ranks that divide heads, feed-forward columns and the vocabulary."""

@@ -30,7 +30,7 @@ SEED = 1
 FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
 """Prefixes of the settings of Megatron's fused operations, all of which are disabled."""
 TESTED = "0.16."
-"""Prefix of the versions of megatron-core that are tested, of which 0.16.0 is an exception; others cause a warning."""
+"""Versions of megatron-core that begin with TESTED, except 0.16.0, cause no warning, because 0.16.1 is tested."""
 
 
 def require() -> None:
@@ -163,8 +163,8 @@ def build(
     arch = describe(hf_config)
     check_model(layout, arch.settings)
     host, bias = device.type == "cpu", head == "score" and scores_tokens(hf_config)
-    # The model is built on the meta device if the device is a CPU. Megatron would otherwise create each complete weight
-    # in float32 to cut out this rank's part.
+    # For a CPU, the model is built on the meta device first. If Megatron built it on the CPU, it would create each
+    # complete weight in float32 to cut out this rank's part.
     with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []

@@ -73,7 +73,10 @@ def install() -> None:
 
 
 def _engine(loaded: dict[str, Any]) -> None:
-    """Correct flags if TransformerEngine is missing: Megatron sets them when it can import its own wrapper of it."""
+    """Correct Megatron's flags if TransformerEngine is missing.
+
+    Megatron sets them as if it were installed, because its wrapper module for TransformerEngine can be imported.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -86,8 +86,8 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=next(self.models[0].parameters()).device)
         for gradient in (g for each in self._chained() for g in each.get_main_grads_for_grad_norm()):
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        # The sum over all optimizers is reduced at once: a pipeline stage may lack the optimizer of experts, and could
-        # not take part in a collective for each of them.
+        # One collective reduces the sum over all optimizers. There cannot be one collective for each optimizer, because
+        # a pipeline stage may lack the optimizer of experts.
         dist.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
         return math.sqrt(total.item())
 
@@ -126,7 +126,7 @@ class Trainer:
         return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
 
     def _chained(self) -> list[Any]:
-        """Return Megatron's optimizers: one for most weights, and another one for the weights of experts."""
+        """Return Megatron's optimizers; a model with experts has a separate one for the weights of experts."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _optimizers(self) -> list[Any]:

@@ -58,7 +58,7 @@ class RowClass:
     tokens: torch.Tensor
     """int64 [n]: index in the pack of the token in each slot of `read`."""
     starts: torch.Tensor | None
-    """int64 [B]: for each row, which of the states passed on so far it starts from; None if all start from zeros."""
+    """int64 [B]: index, among the states passed on so far, of the one from which a row starts; None if from zeros."""
     hands: bool
     """True if the rows pass on their last states, which are numbered after those passed on so far, in row order."""
 
@@ -191,7 +191,7 @@ class State:
 
 
 def install(hf: nn.Module) -> None:
-    """Make the layers of a HF model run over packs while a packing is `active`; otherwise they run unchanged."""
+    """Make the layers of a HF model run over packs while a packing is `active`; without one they run unchanged."""
     for module in hf.modules():
         mixes = type(module).__name__.endswith((*CARRIERS, *OTHERS))
         if mixes and getattr(module.forward, "func", None) is not _forward:

@@ -1,4 +1,4 @@
-"""Runs rotary embeddings over packs whose frequencies depend on the length of a sequence.
+"""Runs, over packs, those rotary embeddings whose frequencies depend on the length of a sequence.
 
 transformers chooses frequencies once per forward, by the largest position in the forward. `longrope` has one set of
 frequencies up to the original length and another set beyond it; those of `dynamic` change with the length. Here each
@@ -24,7 +24,7 @@ class Moving:
     limit: int
     """Largest length, in tokens, of a sequence with the original frequencies."""
     grows: bool
-    """True if the frequencies differ for every length above `limit`, False if they are the same for all of these."""
+    """True if every length above `limit` has other frequencies; False if all lengths above it have the same ones."""
 
     def mark(self, length: int) -> int:
         """Return a number that is the same for all lengths with the same frequencies."""

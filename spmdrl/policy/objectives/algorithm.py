@@ -33,7 +33,7 @@ class Algorithm:
     loss: Callable
     loss_settings: dict
     select: Callable | None
-    """Function that selects, from the complete batch, the tokens that the loss treats differently; None for none."""
+    """Function that selects, from the complete batch, tokens that the loss treats differently; None to select none."""
     separable: bool
     """True if the loss of a token does not depend on the logp of other tokens."""
     aggregation: str
@@ -80,7 +80,7 @@ class Algorithm:
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """Return the advantage estimator's input, with a reward for each token, minus KL if the reward includes KL.
+        """Return the advantage estimator's input. A token's reward includes the KL penalty if a setting puts it there.
 
         outcome, values: names of the columns with the rewards of episodes and with a critic's values. An episode counts
         as one sequence, which concatenates its paths. `token["turn_shaped"]` (`score.shape`) is the part of the reward

@@ -26,9 +26,9 @@ OUTSIDE = -(1 << 30)
 class AlignedObjective(DistillObjective):
     """Averages the distance of the student from its teacher over the spans of an optimizer step.
 
-    The batch has three columns for it. `lead`, int32 [T], is the offset in tokens from a token to the base of its span,
-    so it is 0 at the base. At a base, `states` [T, E] is the teacher's hidden state, and `shift` [T] is the log of the
-    product of the teacher's factors.
+    It reads three columns. `lead`, int32 [T], is the offset in tokens from a token to the base of its span, so it is 0
+    at the base. At a base, `states` [T, E] is the teacher's hidden state, and `shift` [T] is the log of the product of
+    the teacher's factors.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class SftObjective(TokenObjective):
     second = "top"
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the two numbers of a token are logp, and 1 if it is the likeliest token or 0."""
+        """Implements `Objective.loss`; a token's two numbers are logp, and 1 if it is the likeliest one, else 0."""
         mask, metrics = micro.token["mask"].to(first_T.device), Metrics()
         loss = self._losses(first_T, second_T, {"weight": self.weights(micro, shared, first_T.device)})[0].sum()
         metrics.add_sum("loss", loss)

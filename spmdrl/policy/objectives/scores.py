@@ -19,7 +19,8 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 PAIR_BINS, STEP_BINS = 5, 10
-"""Numbers of calibration bins: for the probability that the higher score wins (0.5 to 1), for that of a right step."""
+"""Numbers of calibration bins: PAIR_BINS for the probability that the higher score wins (0.5 to 1), and STEP_BINS for
+the probability that a step is right."""
 MOMENTS = ("m", "l", "mm", "ll", "ml")
 """Names of means over pairs. m: chosen minus rejected score; l: chosen minus rejected length; mm, ll: their squares;
 ml: their product."""
