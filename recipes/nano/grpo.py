@@ -188,10 +188,7 @@ def grade(samples: list[Sample], tokenizer, size: int) -> None:
 
 # ── the loss ─────────────────────────────────────────────────────────────────
 def logprobs(policy, samples: list[Sample], temperature: float) -> list[torch.Tensor]:
-    """Return log p [n] of each sample's tokens.
-
-    Collective: FSDP2 gathers weights, so every rank must call it the same number of times.
-    """
+    """Return log p [n] of each sample's tokens. Collective: FSDP2 gathers weights; all ranks call it equally often."""
     rows = [sample.prompt + sample.tokens for sample in samples]
     longest = max(map(len, rows))
     # Padding at the end of short rows has no effect: attention is causal.
@@ -207,9 +204,8 @@ def logprobs(policy, samples: list[Sample], temperature: float) -> list[torch.Te
 def clipped_loss(logp_n: torch.Tensor, sample: Sample, cfg) -> tuple[torch.Tensor, torch.Tensor]:
     """Return PPO's loss [n] (https://arxiv.org/abs/1707.06347), and bool [n], True where the clip decides the loss.
 
-    The ratio is the probability of a token divided by its probability before the first update. Minimizing the loss
-    raises the ratio if the advantage is positive and lowers it if it is negative. Beyond the clip the loss is constant,
-    which limits the change of the policy in one step.
+    The ratio is the probability of a token divided by its probability before the first update. A lower loss raises
+    it if the advantage is positive and lowers it if not. Beyond the clip the loss is constant, which limits the change.
     """
     ratio_n = (logp_n - sample.old_logp).exp()
     loss_n = -sample.advantage * ratio_n
@@ -292,9 +288,7 @@ def train(cfg, device: torch.device) -> None:
     """Run all steps: sample, grade, update."""
     rank, ranks, share = dist.get_rank(), dist.get_world_size(), cfg.prompts_per_step // cfg.updates_per_step
     if cfg.prompts_per_step % (cfg.updates_per_step * ranks) or cfg.samples_per_prompt < 2:
-        raise SystemExit(
-            "need --rollout.samples-per-prompt >= 2, --rollout.prompts-per-step a multiple of updates x ranks"
-        )
+        raise SystemExit("--rollout.samples-per-prompt: 2 or more; prompts-per-step: a multiple of updates x ranks")
     tokenizer = AutoTokenizer.from_pretrained(cfg.path)
     how = {"dtype": torch.float32, "use_safetensors": True}  # other formats can contain pickles, which run code
     sampler, policy = (AutoModelForCausalLM.from_pretrained(cfg.path, **how).eval().to(device) for _ in range(2))
