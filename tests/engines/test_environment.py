@@ -60,13 +60,13 @@ def opened(world, folder: str, settings: dict):
 def talked(world, folder: str, settings: dict) -> list[list[dict]]:
     """Train, and return every step's episodes as plain values."""
     run = opened(world, folder, settings)
-    pack, steps = run.pack, []
+    pack, steps = run.method.pack, []
 
     def kept(episodes, step):
         steps.append([values(e) for e in episodes])
         return pack(episodes, step)
 
-    run.pack = kept
+    run.method.pack = kept
     train(run)
     run.close()
     return steps
