@@ -49,9 +49,10 @@ class DistillSection(DivergenceConfig):
     """Run the teachers in the run's engine, so that the trainer's memory holds no teacher: after a step is sampled, a
     teacher's weights replace the student's in the engine. Teachers must have the student's architecture."""
     align: Literal["off", "uld", "gold"] = "off"
-    """Loss for a teacher with another tokenizer, which reads the student's text. `uld`: distance between the sorted
-    probabilities of both models over spans of text (https://arxiv.org/abs/2402.12030). `gold`: the divergence for
-    tokens that both models have, and `uld` for other tokens. `off`: both models have the same tokens."""
+    """Loss for a teacher whose tokenizer differs from the student's; the teacher reads the student's response as text.
+    `uld`: distance between the sorted probabilities of both models over spans of text
+    (https://arxiv.org/abs/2402.12030). `gold`: the divergence for tokens that both models have, and `uld` for other
+    tokens. `off`: both models have the same tokens."""
     merge: Literal["first", "last"] = setting("first", only_with=lambda c: c.distill.align != "off")
     """Distribution that stands for a span of several tokens. `first`: the distribution at its first token times the
     probabilities of the later tokens. `last`: the distribution at its last token times the probabilities of the earlier

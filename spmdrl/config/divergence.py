@@ -37,7 +37,7 @@ def divergence_problems(config: Any, section: str) -> list[str]:
 
 
 def divergence_words(chosen: DivergenceConfig, temperature: float) -> str:
-    """Return the divergence in words, for the plan."""
+    """Return the divergence in words, for the lines that a run prints at its start."""
     kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(chosen.beta, f"Jensen-Shannon divergence, beta {chosen.beta:g}")
     over = f"the teacher's {chosen.top_k:,} likeliest tokens" if chosen.top_k else "all tokens"
     return f"{kind} over {over}, temperature {temperature:g}"

@@ -91,7 +91,7 @@ def from_command_line(
 def _layered(
     files: list[str], from_flags: Entries, schema: type, problems: list[str]
 ) -> tuple[Entries, set[str], tuple[str, ...]]:
-    """Put the entries of all layers in order, without those that a method chosen later replaces.
+    """Return the entries of all layers in order. A method chosen in a later layer replaces entries of earlier methods.
 
     Returns:
         The entries, of which a later one overrides an earlier one; the origins (files, command line) that a user wrote,

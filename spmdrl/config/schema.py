@@ -390,8 +390,8 @@ class RewardConfig:
     timeout: float = setting(5.0, POSITIVE, free=Free.LIMIT)
     """Most seconds that one grading may take; after this time its process is killed."""
     on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=Free.LIMIT)
-    """What follows a grading that was killed. `error`: the job ends. `zero`: the score and all its parts are 0, and the
-    case is counted. `auto`: `error` for functions in files, else `zero`."""
+    """What follows a grading that was killed. `error`: the job ends. `zero`: the score and all its parts are 0, and
+    `reward/timeouts` counts it. `auto`: `error` for functions in files, else `zero`."""
     max_ungraded: float = setting(0.05, UNIT, free=Free.LIMIT)
     """Largest share of a step's samples that may have no score, because the tests of their rows cannot be read, or the
     sandbox or the judge failed repeatedly. These samples are left out; if there are more, the job ends."""

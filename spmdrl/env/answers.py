@@ -127,7 +127,7 @@ def valid(raw: str | bytes) -> str:
 
 
 def joined(blocks: list[Any]) -> str:
-    """Return the text of a message's content that is a list of blocks. Raises TypeError if a block is not text."""
+    """Return the text of a message whose content is a list of blocks. Raises TypeError if a block is not text."""
     for block in blocks:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__

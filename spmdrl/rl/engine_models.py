@@ -1,4 +1,4 @@
-"""Frozen models, judges and teachers, whose weights temporarily replace the policy's in the run's engine.
+"""Frozen models (judges and teachers) whose weights temporarily replace the policy's in the run's engine.
 
 The policy's weights are restored before the policy samples again. All ranks of an engine make the same requests;
 different engines are independent.

@@ -1,4 +1,5 @@
-"""Tool calls: the format in which the policy writes them, a check that prompts show it, and the calls in turns.
+"""Tool calls: the format in which the policy writes them, a check that the chat template shows tools and format, and a
+reader of the calls in an episode's turns.
 
 `CallReader` reads calls for samples.jsonl without the tools' schemas. In formats that write arguments as plain text
 (`qwen3_coder`, `glm`) it therefore returns arguments that are not JSON as text.

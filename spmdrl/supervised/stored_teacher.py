@@ -165,8 +165,8 @@ class StoredTeacher:
         if rest_M is None:
             rest_M = log_of_rest(logp_MK[:, :k])
         else:
-            # If K tokens have all of the probability, the log of the remaining one is -inf. The divergences need a
-            # finite number.
+            # If K tokens have all of the probability, the log of the remaining probability, 0, is -inf. The divergences
+            # need a finite number.
             rest_M = rest_M.clamp(min=math.log(-math.expm1(LEAST_REST)))
             rest_M = torch.logsumexp(torch.cat([logp_MK[:, k:], rest_M[:, None]], 1), 1)
         out = []

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from spmdrl.rl.tool_calls import CallReader
 
 WIDTH = 160
-"""Most characters that a line shows of each text."""
+"""Maximum number of characters of each text that a line shows."""
 
 
 def conversation_lines(

@@ -222,7 +222,7 @@ class VLLMEngine:
         Raises:
             StaleEngineError: vLLM cannot drop the prefixes, because a request uses a part of the cache.
         """
-        # On a GPU the step in progress may still have aborted requests; the next step releases them.
+        # On a GPU the step in progress may still hold requests that were aborted; the next step releases them.
         for _ in range(2):
             if self.llm.reset_prefix_cache():
                 return

@@ -52,8 +52,8 @@ class FsdpPolicy(Learner):
         cfg, head = self.cfg, self.head
         check_model(self.folder, cfg.model.trust_remote_code, self.world.sp_size)
         if average:
-            # In 16 bits, rounding would discard a small share of the policy's weights, in the average and in
-            # checkpoints.
+            # Each step adds a small share of the policy's weights to the average. In 16 bits rounding would drop it, so
+            # the average is stored in the master type, in checkpoints too.
             self.stored = self.master
         hf = self._hf_model(path, self.master if trainable and not adapt else self.stored, trainable)
         self.routers = Routers(hf) if routing_replay else None

@@ -32,7 +32,7 @@ COLUMN = ("linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.
 
 @dataclass(frozen=True)
 class Held:
-    """A slot: a range of one checkpoint tensor, and a view of this rank's parameter for it."""
+    """A range of one checkpoint tensor that this rank has, and the view of its parameter that stores this range."""
 
     name: str
     """Name in a HF checkpoint."""

@@ -133,7 +133,10 @@ class HostAdamW(torch.optim.AdamW):
             state["master_param"].copy_(p)
 
     def dummy_step(self) -> None:
-        """Create the state, into which Megatron then loads. Its optimizer would take a step with random gradients."""
+        """Create empty state, so that Megatron can load a checkpoint into it.
+
+        Megatron's own optimizer would take a step with random gradients to create the state.
+        """
         self.fill()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
