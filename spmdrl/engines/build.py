@@ -19,8 +19,8 @@ GIB = 1 << 30
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which models' configs contain the number of experts in a layer."""
 VLLM_TEMPERATURE = (0.01, 2.0)
-"""Lowest and highest temperature that vLLM 0.32 supports (`vllm.sampling_params`): it silently raises lower
-temperatures to 0.01 and refuses higher ones."""
+"""Lowest and highest temperature that vLLM 0.32 supports (`vllm.sampling_params`): it silently raises temperatures
+below 0.01 to 0.01 and refuses temperatures above 2."""
 
 
 def check_engine(cfg: Config, on_cpu: bool) -> None:
@@ -99,7 +99,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
 
 
 def check_tp(cfg: Config, engine: str) -> None:
-    """Raise ValueError unless an engine's ranks divide the model's heads, and the MLPs of a dense model."""
+    """Raise ValueError if `--rollout.tp` ranks cannot share a model's heads, or a dense model's MLPs, equally."""
     model, tp = model_config(cfg), cfg.rollout.tp
     if problem := tp_problem(model, engine, tp, cfg.model.path):
         raise ValueError(problem)
@@ -117,7 +117,7 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
     """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", tp)
-    # Latent attention has no separate key-value heads, even if its config lists a number.
+    # A model with latent attention has no separate key-value heads, even if its config gives a number of them.
     kv = heads if hasattr(text, "kv_lora_rank") else getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "intermediate_size", None)
     if not isinstance(width, int) or getattr(text, "num_experts_per_tok", None):
@@ -137,7 +137,7 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ValueError if an engine's ranks cannot divide the model's experts equally, or the model has no experts."""
+    """Raise ValueError if `--rollout.ep` or `--rollout.dp` exceeds 1 and ranks cannot divide the model's experts."""
     rollout = cfg.rollout
     if rollout.ep == rollout.dp == 1:
         return
@@ -154,7 +154,7 @@ def check_experts(cfg: Config) -> None:
 
 
 def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
-    """Raise ValueError if the KV cache is too small for one sequence of the longest length, or exceeds free memory.
+    """Raise ValueError if the KV cache is too small for the longest sequence or, on a CPU, exceeds free memory.
 
     The setting `--rollout.kv-cache-gib` is the size of one rank's cache. The HF engine's cache grows as it samples and
     has no fixed size.

@@ -58,9 +58,9 @@ class Completion:
     """Version of the weights that sampled the tokens; None if the request was aborted while the weights were
     replaced."""
     experts: torch.Tensor | None = None
-    """int16 [n, W] under routing replay: the experts of each token of prompt and response except the last token, layer
-    by layer (`hub.routing.Experts`). A token that the model did not process has -1. None without routing replay, and
-    for an aborted request of an engine that reports experts only at the end."""
+    """int16 [n, W] under routing replay: for each token of prompt and response except the last one, the W experts that
+    the routers chose, layer by layer (`hub.routing.Experts`); -1 for a token that the model did not process. None
+    without routing replay, and for an aborted request of an engine that reports experts only for finished requests."""
 
 
 class Engine(Protocol):
@@ -69,13 +69,13 @@ class Engine(Protocol):
     version: int | None
     """Version of the engine's weights; None if the engine has no weights to sample from."""
     capacity: int
-    """Most sequences that the engine runs at the same time."""
+    """Maximum number of sequences that the engine runs at the same time."""
 
     def submit(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            StaleEngineError: the request's version is not the engine's.
+            StaleEngineError: the engine's weights have another version than the request.
             ValueError: prompt and response could become longer than the engine's longest sequence.
         """
         ...
@@ -89,14 +89,14 @@ class Engine(Protocol):
         ...
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Find the part of each tensor that this rank of the engine reads when it loads. Collective over the engine."""
+        """Find the part of each tensor that this rank reads when it loads weights. Collective over the engine."""
         ...
 
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """Load weights; sampling is refused until the last bucket is loaded. Collective over the engine.
 
-        buckets: HF names -> tensors of the full shape, with values in the parts that `needs` returned. The engine must
-        not write into them.
+        buckets: HF names -> tensors of the full shape, in which only the parts that `needs` returned have values. The
+        engine must not write into these tensors.
         """
         ...
 
@@ -107,7 +107,7 @@ class Engine(Protocol):
     def sleep(self, level: int) -> None:
         """Free memory. Level 0 frees nothing; 1 frees the KV cache and moves the weights to the host; 2 frees both.
 
-        After level 2 the version is None.
+        After level 2 the engine's `version` is None.
         """
         ...
 
@@ -120,7 +120,7 @@ class Engine(Protocol):
         ...
 
     def held_words(self) -> int | None:
-        """Return the checksum (`spmd.checksum.word_sum`) of the weights that `needs` counts, or None if unknown."""
+        """Return the checksum (`spmd.checksum.word_sum`) of weights marked in `Needs.counted`; None if unknown."""
         ...
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ def check_request(request: Request, version: int | None, longest: int, awake: bo
 
     Raises:
         StaleEngineError: the engine holds other weights or none, or it sleeps.
-        ValueError: the request does not fit; the engine would silently cut the response short or fail.
+        ValueError: prompt and response may exceed `longest`; the engine would silently cut the response short or fail.
     """
     check_version(request.version, version)
     prompt, new = len(request.prompt), request.max_new_tokens
@@ -196,7 +196,7 @@ def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], devic
     """Check that all tensors of an engine are on the rank's device (law 7); return their number.
 
     Raises:
-        RuntimeError: a tensor is on another device. An engine that chooses a device itself may take another rank's.
+        RuntimeError: a tensor is on another device. An engine that chooses a device itself may choose another rank's.
     """
     places = [(name, tensor.device) for name, tensor in tensors]
     away = [(name, place) for name, place in places if place != device]
@@ -223,7 +223,7 @@ def longest_sequence(cfg: Config) -> int:
 
 
 def without_quantization(config: Any) -> dict[str, Any]:
-    """Return overrides of a model's config that make an engine allocate plain weights, as the trainer pushes them.
+    """Return overrides for a model's config with which an engine allocates the unquantized weights of a push.
 
     config: transformers' config of the folder, whose weight files may be quantized.
     """

@@ -42,8 +42,8 @@ def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
     steps = [(int(n), int(step) * x.itemsize) for n, step in zip(x.shape, x.stride(), strict=True)] + [(x.itemsize, 1)]
     box = []
     for n in whole.shape:
-        # a, b: where the view begins and ends, in bytes from the start of the row of `size` bytes that contains its
-        # beginning.
+        # a, b: first and last byte of the view, counted from the start of the row of `size` bytes in which the view
+        # begins.
         a = start % size
         b = a + sum((count - 1) * (step % size) for count, step in steps)
         inner = size // n

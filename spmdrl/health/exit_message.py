@@ -18,9 +18,9 @@ from spmdrl.health.status import rank_status
 T = TypeVar("T")
 
 USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors whose message says what to change; their traceback goes to the log file only."""
+"""Errors whose message names the change to make; their traceback goes to the log file only."""
 LONGEST = 1500
-"""Most characters of an error's message that the last line contains."""
+"""Maximum number of characters of an error's message that the last line contains."""
 
 
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
@@ -42,7 +42,7 @@ def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
 
 
 def advice(error: BaseException) -> str:
-    """Return advice on an error; empty for this program's own errors, whose messages contain advice."""
+    """Return advice on an error; empty for errors that spmdrl raises, because their messages contain advice."""
     if timed_out(error):
         missing = briefly(heartbeats[0].missing, "") if heartbeats else ""
         record = f"`python -m spmdrl.tools.flight {rank_status.folder}` compares the last collectives of all ranks, "

@@ -34,7 +34,7 @@ exit_lock = threading.Lock()
 
 
 def is_first_to(what: str = "failed") -> bool:
-    """Return True on the first rank that calls this, so that one rank prints; also if the store does not answer."""
+    """Return True on the first rank that calls this, so that one rank prints; if the store fails, on every rank."""
     with suppress(Exception):
         if heartbeats:
             return heartbeats[0].plain.add(what, 1) == 1

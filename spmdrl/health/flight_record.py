@@ -1,4 +1,4 @@
-"""Writes the flight record, the last collectives of a rank, when a job fails; `tools/flight.py` compares them.
+"""Writes the last collectives of a rank (its flight record) when a job fails; `tools/flight.py` compares the records.
 
 torch's flight recorder (enabled in `session/environ.py`) keeps each collective with its Python frames; its last entries
 are written to RUN/flight/rank_00000.json. A killed rank leaves no record.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from spmdrl.health.status import is_informative, rank_status, short, stack
 
 LAST = 50
-"""Most collectives that are written for each group: the last ones."""
+"""Maximum number of collectives that are written for each group; earlier ones are left out."""
 POINT_TO_POINT = ("send", "recv")
 sent: dict[str, int] = defaultdict(int)
 """Number of sends and receives by group name. gloo counts them as collectives, but their number differs by rank."""
@@ -63,15 +63,15 @@ def _place(frames: list[dict]) -> str:
 
 
 def warm() -> None:
-    """Import the modules with which torch looks up source lines; a failing rank may lack the 1.5 s that this takes."""
+    """Import the modules with which torch finds source lines, which takes 1.5 s that a failing rank may not have."""
     with suppress(Exception):
         _entries(True)
 
 
 def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
-    """Return for each group name its ranks, its number of started collectives, and the last of them, oldest first.
+    """Return for each group name its ranks, its number of started collectives, and its last collectives, oldest first.
 
-    frames: True to include the source line of each collective, else it is `?`. last: most collectives per group.
+    frames: True to include the source line of each collective, else it is `?`. last: maximum number per group.
     """
     groups: dict[str, dict] = {}
     names, members = dist.distributed_c10d._world.pg_names, dist.distributed_c10d._world.pg_group_ranks

@@ -1,4 +1,4 @@
-"""The heartbeat: a thread of every rank that publishes its position, notices a stuck main thread, and reads requests.
+"""The heartbeat: a thread that publishes its rank's position, notices a stuck main thread, and reads requests to leave.
 
 Once a second it writes one key to the rendezvous store and reads another over a separate connection, even if the main
 thread hangs. So a rank whose collective timed out can name the missing rank and its position.
@@ -33,7 +33,7 @@ RETRY = 5.0
 """Seconds until the next try after the store did not answer; doubled after each further failure."""
 LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
-"""Most beats of this rank that are remembered, to compute the age of other ranks' beats."""
+"""Maximum number of this rank's beats that are remembered, to compute the age of other ranks' beats."""
 PATIENCE = 3.0
 """Seconds after a collective's time-out before a stuck rank is ended, so that others can report the cause first."""
 
@@ -160,7 +160,7 @@ class Heartbeat(threading.Thread):
     # ── the other ranks ──────────────────────────────────────────────────────
 
     def lost(self) -> str:
-        """Return why a SIGTERM ends this rank at once: torchrun or a rank of this machine is gone; else empty."""
+        """Return which of torchrun and this machine's ranks is gone, so that SIGTERM ends this rank; "" if none is."""
         if os.getppid() != self.me.parent:
             return "torchrun is gone"
         gone = [rank for rank, process in sorted(self.siblings.items()) if not state_of(process)]

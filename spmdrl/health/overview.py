@@ -17,9 +17,9 @@ READERS = 8
 STALE = 6.0
 """Seconds without a beat after which a rank counts as silent."""
 SHOWN = 4
-"""Most ranks that a message names."""
+"""Maximum number of ranks that a message names."""
 PLACES = 32
-"""Most places that are listed; ranks at further places are counted together."""
+"""Maximum number of places that are listed; ranks at further places are counted together."""
 LOOKS, PAUSE = 10, 0.1
 """Number of times that a rank looks for a reader's summary, and the seconds between two looks."""
 
@@ -67,13 +67,13 @@ class Overview:
         self.reader: bool | None = None
 
     def beats(self) -> dict[int, dict]:
-        """Return the last beats of all ranks if this is one of the READERS, else none."""
+        """Return rank -> last beat for all ranks if this rank is one of the first READERS, else an empty dict."""
         if self.reader is None:
             self.reader = self.store.add("readers", 1) <= READERS
         return self.read() if self.reader else {}
 
     def places(self) -> list[Place]:
-        """Return the ranks grouped by place, from beats or a reader's summary; empty if there are neither."""
+        """Return the ranks grouped by place, from beats or a reader's summary; empty if neither is available."""
         if found := self.beats():
             groups = grouped(found, self.age)
             newest = max(beat["count"] for beat in found.values())

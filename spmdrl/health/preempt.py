@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 AGENT_WAITS = 25.0
-"""Most seconds of grace after a SIGTERM or SIGINT under torchrun, which sends SIGKILL after 30 s."""
+"""Longest grace period in seconds after a SIGTERM or SIGINT under torchrun, which sends SIGKILL after 30 s."""
 FROM_AGENT = (signal.SIGTERM, signal.SIGINT)
 """Signals that torchrun forwards to its ranks by default."""
 SAMPLING = 0.5
@@ -27,7 +27,7 @@ processes of a job."""
 
 
 class PreemptedError(Exception):
-    """Raised on every rank once all ranks agreed to leave."""
+    """Raised on every rank once all ranks have agreed to leave."""
 
     def __init__(self, step: int, why: str, abandoned: bool = False):
         """Create the error. step: number of finished steps. abandoned: True if a further step had begun."""
@@ -36,7 +36,7 @@ class PreemptedError(Exception):
 
 
 class AbandonedError(Exception):
-    """Raised on every rank that samples, once all of them agreed to stop sampling and grading."""
+    """Raised on every rank that samples, once all of these ranks have agreed to stop sampling and grading."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Position of this rank (phase, step, line) for its heartbeat and for the last line of a failed job.
 
-Each process has one `rank_status`. Long-running code reports progress by `tick()`; a change of phase counts as well.
+Each process has one `rank_status`. Long-running code reports progress by `tick()`; a change of phase is progress, too.
 """
 
 import os

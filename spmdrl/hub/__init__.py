@@ -1,7 +1,7 @@
 """Hugging Face models: their folders on disk, building them, and adapters and routers in them.
 
 resolve.py    finds or downloads the folder that --model.path names
-shipped.py    configurations of published models in a clone of the repository, for plans of jobs
+shipped.py    configurations of published models in a clone of the repository, to plan jobs without weights
 folder.py     checks a folder and its quantisation; turns errors of libraries into messages of one line
 cache.py      the cache of model folders that spmdrl makes only once
 gguf.py       converts a GGUF file into a folder

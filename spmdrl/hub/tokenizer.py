@@ -42,7 +42,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 def _check_rows(folder: Path, tokenizer: Any) -> None:
     """Check that the model in a folder, if there is one, has an embedding for every token that a text can contain.
 
-    Special tokens may lack an embedding, as those for images or infilling in some published models, unless the chat
+    Special tokens (in some published models those for images or infilling) may lack an embedding, unless the chat
     template contains them or they are the begin or end token. Raises ValueError for any other token without an
     embedding, because the forward would fail on it.
     """

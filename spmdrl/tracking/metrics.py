@@ -1,6 +1,6 @@
 """Metrics of one step, accumulated on every rank and reduced by two collectives, and a timer of the step's phases.
 
-The module knows no process group: `Metrics.reduce` takes the function that does the all-reduce.
+The module does not use process groups itself: `Metrics.reduce` gets the function that does the all-reduce.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 MOST_MAXIMA = 62
-"""Most maxima of a step: they are all-reduced in a tensor of fixed size, together with a digest of the names."""
+"""Maximum number of `add_max` names in a step: a tensor of fixed size holds their values and a digest of all names."""
 
 AllReduce = Callable[[torch.Tensor, str], object]
 """Function `all_reduce(tensor, op)` that reduces in place over ranks; `op` is "sum" or "max"."""

@@ -1,9 +1,9 @@
-"""Decodes rows of equal length, with the KV cache of transformers if that works for the model, and else without.
+"""Decodes rows of equal length, with the KV cache of transformers if that works for the model, else without a cache.
 
 Some model families of transformers compute other probabilities with their cache than without, and the caches of others
-cannot drop finished rows. `Decoder.check` therefore compares both ways after the first weights have arrived. It refuses
-a model in which later tokens change the probabilities of earlier ones, with a tolerance for rounding and near ties
-between experts.
+cannot drop finished rows. `Decoder.check` therefore compares decoding with and without a cache after the first weights
+have arrived. It refuses a model in which later tokens change the probabilities of earlier ones, with a tolerance for
+rounding and near ties between experts.
 
 B rows; V tokens of the vocabulary.
 """
@@ -21,11 +21,11 @@ from spmdrl.health.causes import of_the_machine
 log = logging.getLogger("spmdrl")
 
 WAYS = ("batch_select_indices", "reorder_cache")
-"""Methods of transformers' caches that keep some of the rows; caches of recurrent states have only the second one."""
+"""Methods of transformers' caches that drop all but given rows; caches of recurrent states have only the second one."""
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Largest accepted mean |dlogp| between decoding with the cache and one forward without it, by type of the weights."""
 ROUNDED = 0.1
-"""The bound for all types that are not in `CLOSE`, in which rounding may change the experts of a few tokens."""
+"""The same bound for types that are not in `CLOSE`; their rounding may change the chosen experts of a few tokens."""
 FAILED = 1e30
 """Difference that is used for a way of decoding whose forward raises an error."""
 TIMES = 2
@@ -151,9 +151,9 @@ class Decoder:
             )
 
     def _plain(self, rows: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, float]:
-        """Return logp of the second row by a forward without a cache, [n, V], and the effect of its last tokens on it.
+        """Return the second row's logp without a cache, [n, V], and how much its last tokens change earlier logp.
 
-        The effect is the mean |dlogp| of the earlier positions if the last tokens are replaced. The row and a copy with
+        The change is the mean |dlogp| of the earlier positions if the last tokens are replaced. The row and a copy with
         other last tokens run in one forward, so that rounding is the same for both.
         """
         pair = rows[1:].repeat(2, 1)
@@ -182,7 +182,7 @@ class Decoder:
         return sum(differences) / len(differences)
 
     def _largest(self, apart: float, device: torch.device) -> float:
-        """Return the maximum over ranks, so that all of them make the same decision."""
+        """Return the largest difference of all ranks, so that all of them make the same decision."""
         if self.ranks is None:
             return apart
         value = torch.tensor(min(apart, FAILED), device=device)

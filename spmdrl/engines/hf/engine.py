@@ -41,7 +41,7 @@ from spmdrl.weights.reshard import Entry, inside, size
 from spmdrl_kernels.divergence import log_probabilities, outside
 
 READ_ROWS = 256
-"""Most positions whose log-probabilities over the vocabulary are computed at a time; this limits peak memory."""
+"""Maximum number of positions whose log-probabilities are computed at a time; this limits peak memory."""
 
 
 class HFEngine:
@@ -59,7 +59,7 @@ class HFEngine:
         self.parked: Parked | None = None
         # The softmax is computed in float32 or float64, as in the trainer's head.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
-        # A checkpoint contains the parameters, tied ones once, and persistent buffers (routing biases).
+        # A checkpoint contains the parameters (tied ones once) and persistent buffers such as routing biases.
         scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
         kept = self.model.state_dict().keys()
         buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
@@ -178,13 +178,13 @@ class HFEngine:
         """Implements `Engine.needs`."""
         tensors = self.tensors
         boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
-        # A part that does not end at an 8-byte word has no checksum; the checksum of a part that is cast would differ.
+        # A part of a tensor has a checksum only if it consists of complete 8-byte words. A cast changes the checksum.
         held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
         counted = [
             x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
             for x, (i, box) in zip(held, boxes, strict=True)
         ]
-        # `needs` is called once for each pushed part of the model, so `odd` accumulates.
+        # `needs` is called once for each pushed part of the model; `odd` collects the tensors without a checksum.
         self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
         self.counted = [x for x in tensors.values() if id(x) not in self.odd]
         return Needs(boxes, [id(x) not in self.odd for x in held])

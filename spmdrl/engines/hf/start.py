@@ -2,7 +2,7 @@
 
 Layers are divided by transformers' tensor-parallel plan of each architecture (https://arxiv.org/abs/1909.08053):
 `colwise` layers keep a range of their outputs; `rowwise` layers keep a range of their inputs and sum over the ranks.
-Every rank has a full copy of the modules that the plan does not name (embeddings, norms, the head) or that it calls
+Every rank has a full copy of the modules that the plan does not name (embeddings, norms, the head) or that it marks as
 replicated (norms of a head's queries and keys).
 
 8-bit linear layers have one scale per output, and their weights are rounded to nearest. Only weights are quantized, to
@@ -63,9 +63,9 @@ def start(
 
 
 def plan_of(config: Any, ranks: int) -> dict[str, str]:
-    """Return `colwise` or `rowwise` for each linear layer divided over `ranks`; `*` stands for a layer number.
+    """Return name -> `colwise` or `rowwise` for the linear layers to divide; `*` in a name stands for a layer number.
 
-    config: transformers' config of a language model.
+    config: transformers' config of a language model. ranks: `--rollout.tp`, for the error message.
 
     Raises:
         ValueError: the plan divides other modules than linear layers (experts, fused projections), or there is no plan.

@@ -42,7 +42,7 @@ POLL_SECONDS = 0.02
 
 
 def cut_short(completion: Completion) -> Completion:
-    """Mark a completion as aborted; drop the last token if it finished before the abort.
+    """Mark a completion as aborted; drop its last token if the request finished before the abort.
 
     The caller may continue an aborted request later, so at least one token must be left to sample.
     """
@@ -146,7 +146,7 @@ class SGLangEngine:
             self.wave = []
 
     def _finished(self) -> list[Completion]:
-        """Return the completions that the first rank received, on all ranks. Collective over the engine."""
+        """Return on every rank the completions that the first rank received. Collective over the engine."""
         done = []
         if self.process:
             if self.process.failed:
@@ -158,7 +158,7 @@ class SGLangEngine:
         ]
 
     def poll(self) -> list[Completion]:
-        """Implements `Engine.poll`. The server runs by itself; wait at most POLL_SECONDS for a request to finish."""
+        """Implements `Engine.poll`: wait at most POLL_SECONDS for a completion; the server samples meanwhile."""
         backlog, self.backlog = self.backlog, []
         if not self.running:
             return backlog
@@ -261,8 +261,8 @@ class SGLangEngine:
         self.abort(list(self.running.values()))
         self.backlog = []
         if level == 2 or (level == 1 and not self.on_cpu and not self.keeps_weights):
-            # An engine that already sleeps at level 1 also loses its version. SGLang keeps a host copy of a GPU's
-            # weights only if it was started with that option.
+            # Level 2 also drops the version of an engine that already sleeps at level 1. SGLang keeps a host copy of a
+            # GPU's weights only if it was started with that option.
             self.version = None
         gone = {"kv_cache"} if level == 1 and self.on_cpu else {"kv_cache", "weights"} if level else set()
         tags = sorted(gone - self.asleep)
@@ -280,7 +280,7 @@ class SGLangEngine:
     def bytes_by_owner(self) -> dict[str, int]:
         """Implements `Engine.bytes_by_owner`.
 
-        Each rank counts the scheduler process that has the rank's number in the engine.
+        Each rank counts the memory of the scheduler process whose number equals the rank's number in the engine.
         """
         return {
             "engine weights": 0 if "weights" in self.asleep else self.held["weights"],

@@ -31,7 +31,7 @@ from spmdrl.weights.reshard import Box, inside
 log = logging.getLogger("spmdrl")
 
 GRACE_SECONDS = 3.0
-"""Seconds in which the main thread of a rank may notice the engine's death, so that its error names the phase."""
+"""Seconds that the main thread of a rank has to notice the engine's death; its own error then names the phase."""
 ALIGN = 64
 RANK_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
@@ -96,7 +96,7 @@ class SharedMemory:
 
 
 class Broadcast:
-    """Broadcasts weights over a group of the rank and the engine's processes, which must be on other GPUs."""
+    """Broadcasts weights over a group of the rank and the engine's processes, which must be on other GPUs than it."""
 
     def __init__(self, tp: int, backend: str, timeout: float):
         self.tp, self.backend, self.timeout = tp, backend, timedelta(seconds=timeout)
@@ -144,7 +144,10 @@ class Broadcast:
 
 
 class Process:
-    """The rank's handle on the server process. One thread reads answers and notices the end, another reads the log."""
+    """The rank's handle on the server process.
+
+    One thread reads the server's answers and notices when the process ends; another copies its output into the log.
+    """
 
     def __init__(self, python: Path, config: dict, timeout: float):
         self.timeout = timeout
@@ -178,7 +181,7 @@ class Process:
         self.lines.put(None)
         if not self.closing:
             time.sleep(GRACE_SECONDS)
-            # The main thread has not noticed; it may be in a collective with a rank that waits for this engine.
+            # The main thread has not noticed the end; it may be in a collective with a rank that waits for this engine.
             with named_exit(lambda: "sampling or after it"):
                 raise self.death()
 
@@ -283,8 +286,8 @@ def environment(config: dict) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
     }
     if config["options"]["device"] == "cpu":
-        # The server shares cores with the ranks, so it is not bound to any. Compiling small helpers would take more
-        # time than it saves.
+        # The server shares cores with the ranks, so its threads are not bound to cores. Compiling small helpers would
+        # take more time than it saves.
         cores = "|".join(["0"] * config["options"]["tp_size"])
         values |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores, "TORCH_COMPILE_DISABLE": "1"}
     return values | {k: v for k, v in os.environ.items() if not RANK_VARIABLES.fullmatch(k)}

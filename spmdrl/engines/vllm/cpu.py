@@ -11,8 +11,8 @@ from spmdrl_kernels.host import host_linear
 CPU_KV_BYTES = 256 << 20
 """Maximum size in bytes of the KV cache of an engine on a CPU, unless the settings give a size."""
 CPU_BLOCK = 32
-"""Tokens in one KV block, the fewest that the kernels accept. Samples of a prompt share only complete blocks, and
-vLLM's default of 128 is longer than many prompts."""
+"""Number of tokens in one KV block: the minimum that the kernels accept. Samples of a prompt share only complete
+blocks, and vLLM's default of 128 is longer than many prompts."""
 MOST_PACKED = 4 << 30
 """Maximum total size in bytes of packed linear layers; further layers are not packed."""
 

@@ -217,7 +217,7 @@ class VLLMEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Implements `Engine.reset_prefix_cache`; otherwise vLLM would reuse prefixes computed with older weights.
+        """Implements `Engine.reset_prefix_cache`. Without it, vLLM would reuse prefixes computed with older weights.
 
         Raises:
             StaleEngineError: vLLM cannot drop the prefixes, because a request uses a part of the cache.
@@ -238,7 +238,7 @@ class VLLMEngine:
         if self.partial:
             self.abort([request.key for request, _, _ in list(self.partial.values())])
         if level == 2:
-            # An engine that already sleeps at level 1 also loses its version.
+            # Level 2 also drops the version of an engine that already sleeps at level 1.
             self.version = None
             if self.on_cpu and not self.weights:
                 self.weights = Parked(self.model.parameters(), "gone", self.world.device)
@@ -278,7 +278,7 @@ class VLLMEngine:
     def bytes_by_owner(self) -> dict[str, int]:
         """Implements `Engine.bytes_by_owner`.
 
-        On a GPU vLLM's sleep unmaps memory without changing the sizes of storages, so they are counted only when awake.
+        On a GPU vLLM's sleep unmaps memory without changing the sizes of storages, so sleeping storages are left out.
         """
         device, adapters = self.world.device.type, self.adapters.buffers() if self.adapters else []
         weights = storage_bytes([*self.model.parameters(), *adapters], device) if self.weights_awake else 0

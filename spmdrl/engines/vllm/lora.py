@@ -1,7 +1,7 @@
 """LoRA adapters in vLLM: loads base weights into the layers that vLLM wraps, and adapters directly from tensors.
 
-Written against vLLM 0.32 (`vllm/lora`). vLLM keeps an adapter in buffers of each wrapped layer: [slot, 1, rank, in] for
-A and [slot, 1, out, rank] for B, one pair for each projection that the layer fuses.
+Written against vLLM 0.32 (`vllm/lora`). vLLM keeps N adapters in buffers of each wrapped layer: [N, 1, rank, in] for
+A and [N, 1, out, rank] for B, with one such pair for each projection that the layer fuses.
 """
 
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ class Adapters:
             put(False)
 
     def _buffer(self, name: str) -> torch.Tensor:
-        """Return a layer's buffer for an adapter's tensor, without the padding of the LoRA rank; only without TP."""
+        """Return the part of a layer's buffer for an adapter's tensor, without padded ranks. Works only without TP."""
         place = self._place(name)
         assert place
         module, i = place
@@ -100,7 +100,7 @@ class Adapters:
         return module.lora_b_stacked[i][slot, 0, :, : self.rank]
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Implements `Engine.needs`. The result names complete tensors; vLLM's layers take their parts of them.
+        """Implements `Engine.needs`. The result contains complete tensors; vLLM's layers take their parts from these.
 
         Raises:
             ValueError: vLLM has no adapter for one of the layers.
@@ -132,7 +132,7 @@ class Adapters:
         self.manager.activate_adapter(NUMBER)
 
     def words(self) -> int:
-        """Return the checksum of the adapters that `needs` counts, computed from the layers' buffers."""
+        """Return the checksum of the adapters that `needs` marked as counted, computed from the layers' buffers."""
         return word_sum(self._buffer(name) for name, _ in self.counted)
 
     def buffers(self) -> list[torch.Tensor]:

@@ -17,9 +17,9 @@ from spmdrl.engines.vllm.lora import lora_options
 from spmdrl.hub.resolve import resolve
 
 GPU_BLOCK = 16
-"""Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
+"""Number of tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
 LONGEST = 400
-"""Most characters of vLLM's error message that spmdrl's message repeats."""
+"""Maximum number of characters of vLLM's error message that spmdrl's message repeats."""
 
 
 def set_environment(device: torch.device) -> None:
@@ -40,7 +40,7 @@ def set_environment(device: torch.device) -> None:
 
 @contextmanager
 def refusals_as_warnings() -> Iterator[None]:
-    """Make torch warn instead of raise under `--run.deterministic` inside this context.
+    """Make torch only warn about nondeterministic operations in this context, even under `--run.deterministic`.
 
     vLLM's top_p computes running sums of floats, which a GPU adds in no fixed order. An evaluation with `--eval.top-p`
     below 1 may therefore differ between two runs. Training is not affected, because it samples at top_p 1.
@@ -148,17 +148,17 @@ def has_states(folder: Path, cfg: Config, longest: int) -> bool:
 def _cpu_options(cfg: Config, config: Any, folder: Path, longest: int) -> dict[str, Any]:
     """Return the arguments of vLLM's LLM that only its CPU build needs. config: transformers' text config."""
     stateful = has_states(folder, cfg, longest)
-    # For latent attention vLLM sets another block size. On CPUs with AMX it would also choose a kernel that rejects
+    # For latent attention vLLM sets the block size itself. On CPUs with AMX it would also choose a kernel that rejects
     # float32 and that packs weights once at start, which would make later pushes ineffective.
     latent = getattr(config, "kv_lora_rank", None)
     options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
-    # Prompts are not divided into chunks. After each chunk vLLM would reset the offset of the request's random
-    # generator, but a CPU's generator ignores this.
+    # Prompts are not divided into chunks, because samples would then depend on the chunks: after each one vLLM resets
+    # the offset of the request's random generator, which a CPU's generator ignores.
     options["enable_chunked_prefill"] = False
     if stateful:
         # vLLM can cache prefixes of states only with chunked prefill.
         options["enable_prefix_caching"] = False
-    # States are as large as the keys and values of many tokens, so models that have them get the largest cache.
+    # States are as large as the keys and values of many tokens, so models with states get the largest cache.
     sizes = config, cfg.rollout.max_sequences, longest, cfg.model.dtype, cfg.rollout.tp
     return options | {"kv_cache_memory_bytes": CPU_KV_BYTES if stateful else cpu_kv_bytes(*sizes)}
 

@@ -1,7 +1,7 @@
 """Computes the likeliest tokens at the last positions of existing sequences with vLLM.
 
 The prompt of a request is a sequence without its last token, and one token is generated. vLLM then reports the
-likeliest tokens at every prompt position and at the generated token's, which is the last position of the sequence.
+likeliest tokens at every position of the prompt and at that of the generated token, the last one of the sequence.
 
 n positions; k tokens.
 """

@@ -136,7 +136,7 @@ def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         parallel_state.torch = torch  # type: ignore[attr-defined]
-    # While vLLM runs, its senders and receivers need the true ranks.
+    # After the start, vLLM's sends and receives need the ranks' numbers in the run.
     for reference in parallel_state._groups.values():
         group = reference()
         if group is not None:

@@ -21,7 +21,7 @@ from draws import seed_at
 from inside import run_scheduler
 
 FLUSH_TRIES = 2000
-"""Most attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
+"""Maximum number of attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
 ABORT_AGAIN_SECONDS = 0.1
 """Seconds between two abort messages for the same request."""
 
@@ -109,7 +109,7 @@ class Server:
     async def generate(self, requests: list[dict]) -> None:
         """Send requests to the scheduler in one message, and write their completions to the rank.
 
-        requests: each has the keys id, prompt, seed, new (most new tokens), temperature and top_p.
+        requests: each has the keys id, prompt, seed, new (maximum number of new tokens), temperature and top_p.
         """
         ids = [request["id"] for request in requests]
         params = [
@@ -157,7 +157,7 @@ class Server:
 
         request = GetWeightsByNameReqInput(name=query, truncate_size=0)
         values = await self.tokenizer_manager.get_weights_by_name(request, None)
-        # With data parallelism of the attention, every copy returns the answer of all processes.
+        # With data parallelism of the attention, every copy of it returns the answers of all processes.
         return [int(x) for x in (values[0] if values and isinstance(values[0], list) else values)]
 
     async def begin(self) -> None:

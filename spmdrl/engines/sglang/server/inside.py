@@ -73,7 +73,7 @@ class Held:
 
         Tensors that use them remain valid, but lose their values.
 
-        there: True to allocate.
+        there: True to allocate, False to free.
         """
         for storage, size in zip(self.parts[name], self.sizes[name], strict=True):
             storage.resize_(size if there else 0)
