@@ -1,4 +1,6 @@
-"""Environments in which the policy acts over several turns, and tools. They exchange messages, JSON values and floats.
+"""Environments in which the policy acts over several turns, and tools that it calls.
+
+Environments receive and return messages, other JSON values, and floats.
 
 base.py        types that callers and workers share: an opening, a turn of the assistant, a reply, settings
 pool.py        the caller's side: runs environments in processes that can be killed; records.py records each environment

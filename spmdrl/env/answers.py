@@ -41,7 +41,7 @@ class History:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """A tool's result: the text that the model gets, the reward, and whether it ends the episode and was cut."""
+    """A tool's result: the text for the model, the reward, whether the episode ends, and whether the text was cut."""
 
     text: str
     reward: float | None = None
@@ -53,8 +53,8 @@ def tool_result(result: object, longest: int, cut: str) -> ToolResult:
     """Return a tool's result as text of at most `longest` characters. A note marks the place where text was cut.
 
     result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` may have: text, bytes (UTF-8), a JSON
-    value, or another object, for which `str()` is called, which may raise. cut: the part of a longer text that is kept:
-    `head` (the beginning), `tail` (the end) or `middle` (both ends).
+    value, or another object. Other objects are converted by `str()`, whose errors are not caught. cut: the part of a
+    longer text that is kept: `head` (the beginning), `tail` (the end) or `middle` (both ends).
 
     Raises:
         BadRewardError: the reward is not a finite number.

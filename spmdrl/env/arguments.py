@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SCHEMA_DEPTH = 32
-"""Most levels of nesting in an argument that are checked; deeper values are passed on unchecked."""
+"""Maximum depth of nesting to which an argument is checked. Deeper values are passed on unchecked."""
 
 
 class ArgumentsError(ValueError):

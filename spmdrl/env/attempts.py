@@ -16,17 +16,18 @@ class Attempts:
     """A puzzle that the policy may answer several times. Each wrong attempt but the last is answered by a message.
 
     A row of the data source `reasoning-gym:<task>` holds its puzzle in the columns task, config and entry, and all
-    samples of the prompt share that puzzle. For other rows a puzzle is drawn with the row's column `seed`, or with the
-    seed of the sample. An attempt is the text in `<answer>` tags, or the complete message if it has no tags. It is
+    samples of the prompt share that puzzle. For other rows a puzzle is drawn with the row's column `seed`, or else with
+    the seed of the sample. An attempt is the text in `<answer>` tags, or the complete message if it has no tags. It is
     right if the task gives it the score 1. The reward is the score of the best or of the last attempt (`keep`). Its
     parts are `first` (the score of the first attempt), `attempts` (the number of attempts) and `format` (the share of
     attempts with tags).
     """
 
     def __init__(self, task: str, attempts: int = 3, keep: str = "best", **config: Any):
-        """Check and store the settings. task: the name of a task of reasoning-gym. attempts: most attempts.
+        """Check and store the settings. task: the name of a task of reasoning-gym.
 
-        keep: the attempt that is rewarded, `best` or `last`. config: settings of the task for rows without a puzzle.
+        attempts: maximum number of attempts. keep: the attempt that is rewarded, `best` or `last`. config: settings of
+        the task for rows without a puzzle.
         """
         try:
             from reasoning_gym.factory import DATASETS
@@ -65,7 +66,7 @@ class Attempts:
         return opening(row, f"{entry['question']}\n\n{ASK}")
 
     def step(self, message: dict) -> tuple[str | None, None, bool]:
-        """Score an attempt. Return (text for the next attempt or None, None as reward, whether the episode is done)."""
+        """Score an attempt. Return (request for another attempt or None, no reward, whether the episode is done)."""
         answer, tagged = answer_of(message.get("content") or "")
         self._scores.append(self._score(answer))
         self._tagged += tagged
@@ -76,7 +77,7 @@ class Attempts:
         return f"Your answer is not right. {again}", None, False
 
     def reward(self) -> dict[str, float]:
-        """Return the score of the best or the last attempt, 0 without an attempt, and the parts of the reward."""
+        """Return the score of the best or the last attempt (0 if there was none), and the parts of the reward."""
         scores = self._scores or [0.0]
         kept = max(scores) if self._keep == "best" else scores[-1]
         tagged = self._tagged / len(scores)

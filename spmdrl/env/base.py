@@ -111,17 +111,17 @@ class PoolSettings:
     """Settings of a pool of environments."""
 
     timeout_s: float = 30.0
-    """Most seconds that a call may take, unless the environment defines another `timeout_s`."""
+    """Time limit of a call in seconds, unless the environment defines another `timeout_s`."""
     reward_timeout_s: float = 60.0
-    """Most seconds that `reward()` may take."""
+    """Time limit of `reward()` in seconds."""
     longest_answer: int = 10_000
-    """Most characters of a text that a tool or `step` returns; longer texts are cut."""
+    """Maximum number of characters in a text that a tool or `step` returns; longer texts are cut."""
     cut: str = "middle"
-    """The part of a longer text that is kept: `head` is the beginning, `tail` the end, and `middle` both of them."""
+    """The part of a longer text that is kept: `head` is the beginning, `tail` the end, and `middle` keeps both ends."""
     on_timeout: str = "tell"
     """Effect of a call that times out. `tell`: a message reports it to the model; `end`: the episode also ends."""
     memory_mb: int = 0
-    """Most memory that a worker process may use, in MiB; 0 for no limit."""
+    """Maximum memory of a worker process in MiB; 0 for no limit."""
     python: str = ""
     """Python interpreter of the worker processes, which needs PyYAML and the environments' packages. If it is empty,
     the interpreter of this process is used."""

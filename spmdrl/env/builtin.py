@@ -17,8 +17,8 @@ class _Game:
 
         Args:
             numbers: the hidden number is between 1 and this number.
-            turns: most guesses in an episode.
-            late: subtracted from the reward for each wrong guess before the right one.
+            turns: maximum number of guesses in an episode.
+            late: amount by which each wrong guess before the right one reduces the reward.
         """
         if numbers < 1 or turns < 1 or not 0 <= late * turns <= 1:
             raise ValueError("numbers and turns must be 1 or more, and late from 0 to 1 / turns")
@@ -26,7 +26,7 @@ class _Game:
         self._number, self._used, self._found = 0, 0, False
 
     def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Hide the number in the row's column `number`, or draw one with the seed. Return the prompt."""
+        """Take the hidden number from the row's column `number`, or draw it with the seed. Return the prompt."""
         self._number = int(row.get("number") or random.Random(seed).randint(1, self._numbers))
         self._used, self._found = 0, False
         return row.get("prompt") or f"guess 1-{self._numbers}:"
@@ -45,7 +45,7 @@ class _Game:
         return {"number": self._number, "used": self._used, "found": self._found}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state`."""
+        """Restore the game to a state that `state` returned."""
         self._number, self._used, self._found = state["number"], state["used"], state["found"]
 
 
@@ -64,7 +64,7 @@ class Guess(_Game):
 
 
 class GuessTool(_Game):
-    """The game of `guess`, in which the policy guesses by calling a tool."""
+    """The same game as `guess`, but the policy guesses by calling a tool."""
 
     def guess(self, number: int) -> Answer:
         """Compare a number with the hidden one.

@@ -9,11 +9,11 @@ from typing import Any
 from spmdrl.env.base import Stateless
 
 LONGEST = 1_000
-"""Most characters of an expression that is evaluated."""
+"""Maximum number of characters in an expression."""
 MOST_BITS = 14_000
-"""Most bits of a numerator or denominator: about 4,200 digits, since Python prints at most 4,300."""
+"""Maximum number of bits in a numerator or denominator. They hold about 4,200 digits; Python prints at most 4,300."""
 MOST_DIGITS = 60
-"""Most digits after the decimal point, and most characters of a fraction, that are printed without rounding."""
+"""Maximum number of digits after the decimal point of a number, and of characters in a fraction, printed exactly."""
 WORDS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\u00a0": " "})
 """Characters that are replaced by Python's operators and spaces."""
 OPERATORS: dict[type[ast.AST], Any] = {
@@ -109,8 +109,8 @@ def _bounded(value: Fraction) -> Fraction:
 def shown(value: Fraction) -> str:
     """Return a number as text.
 
-    Whole numbers and finite decimals are exact. Other fractions are followed by their first digits:
-    `1/3 (about 0.333333333333333)`.
+    Whole numbers, and decimals of up to `MOST_DIGITS` digits after the point, are exact. A fraction is followed by its
+    first digits, as in `1/3 (about 0.333333333333333)`; if it is longer than `MOST_DIGITS`, only these are returned.
     """
     if value.denominator == 1:
         return str(value.numerator)

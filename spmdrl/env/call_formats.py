@@ -152,7 +152,7 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
     if tagged and not rest.lstrip().startswith("{"):
         return before, [_python_tag(rest.strip())]
     text = before + rest
-    # A text with the tag, or one that begins like a call, must contain a call. If it cannot be read, it is malformed.
+    # A text with the tag, or one that begins like a call, must contain a call. If no call can be read, it is malformed.
     meant = len(before) if tagged else 0 if re.match(r'\s*\{\s*"name"\s*:', text) else -1
     kept: list[str] = []
     calls: list[Call] = []
@@ -177,7 +177,7 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def _python_tag(text: str) -> Call:
-    """Return the call that is written after `<|python_tag|>`."""
+    """Return the call in `text`, which followed `<|python_tag|>`."""
     if re.match(r"\w+\.call\(", text) and len(text) < 10_000:
         with suppress(ValueError):
             function, arguments = python_call(text)
@@ -271,7 +271,7 @@ class CallFormat:
     shown: str = ""
     """A tag that identifies this form in chat templates that describe calls but do not render them."""
     opens: tuple[str, ...] = ("",)
-    """Prefixes, one of which a rendered call must have, for a parser that would also read calls of other forms."""
+    """A rendered call has this form only if it begins with one of these prefixes. The empty prefix allows any text."""
     thought: Callable[[str], str] | None = None
     """Function that returns the thought of a turn; None if the form puts thoughts between tags such as `<think>`."""
 

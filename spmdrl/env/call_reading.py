@@ -15,7 +15,7 @@ from spmdrl.env.base import Call
 Tools = Sequence[dict[str, Any]]
 """The tools of an environment as OpenAI function schemas."""
 MOST_CALLS = 64
-"""Most calls that are read from one turn."""
+"""Maximum number of calls that are read from one turn."""
 
 
 class MalformedError(ValueError):
@@ -158,7 +158,7 @@ def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tu
 
 
 def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
-    """Return the end of a malformed call: after its closing tag, at the next call, or at the end of the text."""
+    """Return the position at which a malformed call ends: after its closing tag, at the next call, or at the end."""
     again = opening.search(text, at)
     until = again.start() if again else len(text)
     end = text.find(closing, at, until) if closing else -1
@@ -166,9 +166,9 @@ def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
 
 
 def typed(value: str, function: str, key: str, tools: Tools) -> Any:
-    """Convert a value that was written as text to the type that the schema of the function gives its argument `key`.
+    """Convert the text of the argument `key` to the type that it has in the schema of the called function.
 
-    Without schemas, text that is valid JSON is read as JSON.
+    If there are no schemas, text that is valid JSON is read as JSON.
     """
     kinds = _kinds(function, key, tools)
     plain = value.strip()

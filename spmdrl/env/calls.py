@@ -89,7 +89,8 @@ def as_message(turn: AssistantTurn) -> dict[str, Any]:
 def format_of(template: str) -> str:
     """Return the form of the tool calls that a chat template (Jinja text) shows; `none` if it shows no calls.
 
-    The template renders a call, and the first form whose parser reads it correctly is returned.
+    The template renders a call, and the first form whose parser reads it correctly is returned. If the rendered text
+    does not contain the call, the form is recognised by the tag `shown` of `CallFormat`.
 
     Raises:
         ValueError: the template renders calls in a form that no parser reads.

@@ -53,7 +53,7 @@ class EnvInstance:
     def __init__(
         self, environment: Any, row: dict[str, Any], settings: PoolSettings, limits: Limits, begins: Callable[..., None]
     ):
-        """Wrap a row's environment. begins: is called when a call starts (`Limits.run`), and may be replaced."""
+        """Wrap a row's environment. begins: called when a call starts (`Limits.run`); each request sets it anew."""
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)
@@ -85,7 +85,7 @@ class EnvInstance:
     async def open(self, seed: int, state: Any, turns: list[dict], digests: list[str]) -> dict[str, Any]:
         """Reset the environment, restore it to `state` unless that is None, and run `turns` again.
 
-        digests: the known digests of the environment's earlier answers to these turns; the new answers must be equal.
+        digests: known digests of the environment's earlier answers to these turns, which the new answers must match.
         """
         self.typed_tools()
         result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
@@ -207,7 +207,7 @@ class EnvInstance:
             as_text = partial(tool_result, result, self._settings.longest_answer, self._settings.cut)
             if isinstance(result, str | bytes):
                 return as_text()
-            # Converting other values to text may run the environment's code (`__str__`), so it has a limit too.
+            # Converting other values to text may run the environment's code (`__str__`), so it has a time limit.
             return await self._limits.run(what, self._seconds, begins, as_text)
         except ArgumentsError as e:
             answer.counts["malformed"] += 1

@@ -10,10 +10,10 @@ tools                        a list of typed functions as tools, instead of meth
 tool_schemas(), call(name, arguments)     OpenAI function schemas and a function that makes calls, instead of methods
                              and `tools`
 reward()                     returns a number, {"score": number, name: number}, or None
-state(), restore(state)      return a JSON value, and restore it after a reset with the same row and seed
+state(), restore(state)      `state` returns a JSON value; `restore` sets it after a reset with the same row and seed
 state_key()                  returns a JSON value that is equal for equal states (GiGPO compares turns in equal states)
 close()                      frees what the environment uses
-timeout_s                    most seconds that each call may take
+timeout_s                    time limit of each call, in seconds
 parallel_calls               if False, calls of one turn run one after another, in their order; by default in parallel
 
 Plain (not async) functions run in threads, so signals and time limits that use signals do not work in them.
@@ -43,7 +43,7 @@ BUILTIN = {
     "search": "spmdrl.env.search:Search",
     "mcp": "spmdrl.env.mcp_tools:Mcp",
 }
-"""Built-in environments and tools by name, as `module:Class`. The docstring of the class describes it."""
+"""Built-in environments and tools by name, as `module:Class`. The docstring of each class describes it."""
 PARTS = {
     "reset": ("row", "seed"),
     "step": ("message",),

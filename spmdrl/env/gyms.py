@@ -27,7 +27,7 @@ PACKAGES = {
     "skyrl_gym": "skyrl-gym",
     "textarena": "textarena",
 }
-"""Names of packages for `pip install`, by the prefix of an environment's name. The module has the prefix as name."""
+"""Names of packages for `pip install`, by the prefix of an environment's name. The prefix is the name of the module."""
 HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 WHOLE = re.compile(r"-?\d+")
 Step = tuple[list[dict] | str | None, float | None, bool]
@@ -117,8 +117,8 @@ class Gym:
     Observations and actions are texts. With a Discrete action space the action is the last whole number in a message;
     if it is missing or out of range, the model gets a message about that, and the environment takes no step. With
     `render_mode="ansi"` the model sees the rendered text, with highlighted characters in brackets. The seed is the
-    row's column `seed`, which all samples of a prompt share, or the seed of the sample. The row's column `options`, a
-    mapping, is passed to `reset`.
+    row's column `seed`, which all samples of a prompt share, or without that column the seed of the sample. The row's
+    column `options`, a mapping, is passed to `reset`.
     """
 
     def __init__(self, env: Any, name: str):
@@ -210,7 +210,7 @@ class Skyrl:
         return [dict(each) for each in out["observations"] or ()] or None, out["reward"], bool(out["done"])
 
     def reward(self) -> dict[str, float]:
-        """Return the environment's metrics as parts of the reward. The score is 0, as `step` returned the rewards."""
+        """Return the environment's metrics as parts of the reward. The score is 0: `step` returned the rewards."""
         found = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}  # type: ignore[union-attr]
         numbers = {key: float(value) for key, value in found.items() if isinstance(value, (bool, int, float))}
         return {**numbers, "score": 0.0}
@@ -236,7 +236,7 @@ class TextArena:
     """A game for one player from TextArena (https://github.com/LeonGuertler/TextArena).
 
     The game's observation wrappers repeat the complete game at each turn. Therefore only new observations are read,
-    from the unwrapped game and without the player's moves, which the conversation already contains. Wrappers of actions
+    from the unwrapped game and without the player's moves, which the conversation already contains. Its action wrappers
     are still used. The game gives its reward when it ends. Games draw from Python's global random generator, so each
     game gets a separate state of it, seeded by the row's column `seed`, which all samples of a prompt share, or by the
     seed of the sample.

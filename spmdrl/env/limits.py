@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 THREADS = 128
-"""Most plain (not async) functions that run at the same time in a process. Further calls wait in a queue, which does
-not count towards their time limits."""
+"""Maximum number of plain (not async) functions that run at the same time in a process. Further calls wait in a queue;
+their time limits begin when they leave it."""
 GONE_WITHIN = 1.0
-"""Most seconds that a call may continue after its time limit. After that, its process exits, since Python cannot end a
-thread."""
+"""Maximum number of seconds that a call may continue after its time limit. If it takes longer, its process must exit,
+since Python cannot end a thread."""
 
 
 class LateError(Exception):
@@ -111,7 +111,7 @@ def _innermost(function: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return (result, error). A future cannot hold StopIteration, and SystemExit would end the event loop."""
+    """Return (result, None) or (None, error): futures cannot hold StopIteration, and SystemExit would end the loop."""
     try:
         return function(), None
     except BaseException as e:

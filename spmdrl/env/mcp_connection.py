@@ -22,9 +22,9 @@ from spmdrl.config.dump import LEAST, REDACTED, redact, redact_text
 from spmdrl.workers import in_child
 
 SHOWN = 300
-"""Most characters of a command or of a server's standard error that are shown in messages."""
+"""Maximum number of characters of a command, and of a server's standard error, that messages show."""
 MOST_PAGES = 100
-"""Most pages of a server's list of tools that are read."""
+"""Maximum number of pages that are read of a server's list of tools."""
 T = TypeVar("T")
 
 
@@ -207,7 +207,7 @@ def schema_of(tool: Any) -> dict[str, Any]:
 
 
 def text_of(result: Any) -> tuple[bool, str]:
-    """Return whether a tool reports failure, and its result as text. Blocks of other types are replaced by a note."""
+    """Return whether a tool reports failure, and its result as text. A note replaces each block without text."""
     parts = []
     for block in result.content:
         inner = getattr(block, "resource", block)

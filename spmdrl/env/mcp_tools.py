@@ -17,21 +17,24 @@ from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import Connection, McpError, on_loop, text_of
 
 QUEUE_SECONDS = 3600.0
-"""Most seconds that an episode waits in the queue until its server may start."""
+"""Maximum number of seconds that an episode waits in the queue until its server may start."""
 _starting = threading.BoundedSemaphore(4)
 """Limits the number of servers that a process starts at the same time."""
 
 
 @dataclass
 class Slot:
-    """Holder of the current connection, which is replaced when the server has ended."""
+    """The current connection of one environment, or of all that share it, with a lock.
+
+    If the server has ended, the next call replaces the connection.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     connection: Connection | None = None
 
 
 _shared: dict[str, Slot] = {}
-"""Slots of environments with the setting `shared`, by the settings of their connection as JSON text."""
+"""The `Slot` of each shared connection. The key is the JSON text of the connection's settings."""
 
 
 class Mcp:
@@ -57,11 +60,11 @@ class Mcp:
                 `$NAME` is replaced by the variable NAME of this process, so that files of settings need no secrets.
             headers: headers of each HTTP request. A value `$NAME` is replaced as in `env`.
             only: names of the tools to offer; empty offers all.
-            shared: True if all episodes of this process use one connection. It is for servers without state about a
-                conversation.
-            timeout: most seconds that a call may take.
-            connect: most seconds from the start of a server until it has listed its tools. A process starts at most
-                four servers at the same time; time in the queue does not count.
+            shared: True if all episodes of this process use one connection. Use it only if
+                the server keeps no state of a conversation.
+            timeout: time limit of a call, in seconds.
+            connect: time limit in seconds from the start of a server until it has listed its tools. A process starts at
+                most four servers at the same time; the wait for a start does not count.
         """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         if bool(words) == bool(url):

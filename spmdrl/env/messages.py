@@ -95,7 +95,10 @@ def prompt_of(row: dict) -> list[dict]:
 
 
 def opening(row: dict, text: str) -> list[dict]:
-    """Return the row's prompt with a first observation, appended to the last message if that is a user's text."""
+    """Return the row's prompt, followed by the first observation `text`.
+
+    The observation is appended to the prompt's last message if that is a user's text; else it is a separate message.
+    """
     messages = prompt_of(row)
     if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
         messages[-1]["content"] = "\n\n".join(part for part in (messages[-1]["content"], text) if part)

@@ -60,7 +60,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """Return a tool that calls a typed function.
 
     Raises:
-        ValueError: the function has no docstring, a positional argument, or an argument without a type that JSON has.
+        ValueError: the function has no docstring, an argument that can only be given by position,
+            or an argument whose type JSON cannot express.
     """
     name = getattr(function, "__name__", type(function).__name__)
     doc = inspect.getdoc(function) if hasattr(function, "__name__") else None
@@ -123,7 +124,7 @@ def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..
 
 
 def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
-    """Return tools by name. Raises ValueError if two have the same name. owner: the tools' origin, for the message."""
+    """Return tools by name. Raises ValueError, which names `owner` as their origin, if two have the same name."""
     table: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in table:
@@ -135,7 +136,7 @@ def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
 def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
     """Return a tool's schema in OpenAI's format, from a schema in that format or only its inner object `function`.
 
-    Raises ValueError if the schema has another form. owner: the tool's origin, for the message.
+    Raises ValueError if the schema has another form. owner: the tool's origin, for the error message.
     """
     bare = schema.get("function", schema) if isinstance(schema, Mapping) else None
     if not isinstance(bare, Mapping) or not isinstance(bare.get("name"), str) or not bare["name"]:
@@ -149,7 +150,7 @@ def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
 
 
 def _typed(hint: Any, what: str) -> dict[str, Any]:
-    """Return the JSON schema of a type hint. Raises ValueError if it has none. what: the argument, for the message."""
+    """Return the JSON schema of the type hint of the argument `what`. Raises ValueError if the hint has no schema."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}

@@ -1,4 +1,4 @@
-"""Runs environments in processes that can be killed, so that faulty code fails only the conversation that runs it.
+"""Runs environments in processes that can be killed, so that faulty code can only make its own conversation fail.
 
 The caller's side uses neither threads nor pickle: it exchanges JSON lines with each process over non-blocking pipes.
 Each process enforces the time limits of its calls; the pool kills a process that fails to do so.
@@ -70,7 +70,7 @@ class Pool:
         return record.state
 
     def open(self, key: Hashable, opening: Opening, replayed: Sequence[AssistantTurn] = (), state: Any = None) -> None:
-        """Reset an environment, then restore it to `state`, or run the turns `replayed` again if that is None.
+        """Reset an environment, then restore it to `state`, or if `state` is None run the turns `replayed` again.
 
         key: identifies the environment in all further calls and in messages, such as (prompt, sample).
         """
@@ -80,7 +80,7 @@ class Pool:
         self._request(record, "open")
 
     def say(self, key: Hashable, turn: AssistantTurn) -> None:
-        """Run a turn of the assistant: make its calls in parallel, then call `step`.
+        """Run a turn of the assistant: make its calls, in parallel if the environment allows that, then call `step`.
 
         Sets `late` in the calls of `turn` that exceed their time limit, so that a replay does not repeat them.
         """

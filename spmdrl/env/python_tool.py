@@ -29,7 +29,7 @@ class Sandboxes:
             raise BrokenError(f"no sandbox works on this machine: {error}") from None
 
     def give_back(self, provider: str, warm: Warm) -> None:
-        """Keep a sandbox in which no program runs for later use."""
+        """Keep an idle sandbox for later programs."""
         with self.lock:
             self.idle.setdefault(provider, []).append(warm)
 
@@ -53,8 +53,8 @@ class Python(Stateless):
 
         Args:
             provider: the kind of sandbox, a value of `--sandbox.provider`.
-            seconds: most wall time of a program, in seconds.
-            memory_mib: most memory of a program, in MiB.
+            seconds: maximum wall time of a program, in seconds.
+            memory_mib: maximum memory of a program, in MiB.
         """
         self.provider = provider
         self.limits = Limits(seconds=seconds, cpu_seconds=max(1, round(seconds)), memory_mib=memory_mib)
@@ -88,9 +88,9 @@ class PythonSession:
 
         Args:
             provider: the kind of sandbox, a value of `--sandbox.provider`.
-            seconds: most wall time of a call, in seconds.
-            memory_mib: most memory of the session, in MiB.
-            lifetime: most wall time of a session, in seconds.
+            seconds: maximum wall time of a call, in seconds.
+            memory_mib: maximum memory of the session, in MiB.
+            lifetime: maximum wall time of a session, in seconds.
         """
         self.provider, self.seconds = provider, seconds
         self.limits = Limits(seconds=lifetime, cpu_seconds=max(1, round(lifetime)), memory_mib=memory_mib)

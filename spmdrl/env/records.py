@@ -9,7 +9,7 @@ from spmdrl.env.base import AssistantTurn, Opening, PoolSettings, digest
 from spmdrl.workers.processes import Listener, Process, Processes
 
 GRACE = 1.0
-"""Most seconds that a process may be silent after its deadline before it is killed."""
+"""Maximum number of seconds that a process may be silent after its deadline. After that it is killed."""
 
 
 class PoolError(RuntimeError):
@@ -74,9 +74,9 @@ class Record:
     worker: Host | None = None
     """The process in which the environment is open; None if it must be opened with the next request."""
     state: Any = None
-    """Newest state of the environment that could be saved, a JSON value."""
+    """The last state that the environment saved, a JSON value; None if it saved none."""
     turns: list[AssistantTurn] = field(default_factory=list)
-    """The turns since `state`, or since the reset."""
+    """The turns after `state` was saved, or after the reset if `state` is None."""
     digests: list[str] = field(default_factory=list)
     """Digests of the environment's answers to `turns`."""
     failure: str = ""

@@ -23,7 +23,7 @@ from spmdrl.data.rowfiles import Lines
 from spmdrl.env.base import BrokenError, Stateless
 
 MOST_BYTES = 8 << 20
-"""Most bytes of a server's answer that are accepted."""
+"""Maximum number of bytes in a server's answer."""
 CACHE = "~/.cache/spmdrl/search"
 KEYS = ("text", "contents", "passage")
 """Columns of a .jsonl file that may hold a passage. The first one that a row has is used."""
@@ -90,7 +90,7 @@ class Corpus:
         return found
 
     def search(self, query: str, most: int) -> list[Passage]:
-        """Return up to `most` passages that share words with a query, the best first; ties by ascending number."""
+        """Return up to `most` passages that share words with a query, the best first, then by number."""
         import numpy as np
 
         words = self.bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)[0]
@@ -175,9 +175,9 @@ class Search(Stateless):
             corpus: a .jsonl file with one passage per row, or a .txt file with one passage per paragraph; empty lines
                 separate paragraphs.
             url: address of a search server with the interface of Search-R1's server, instead of a corpus.
-            results: most passages that a search returns.
-            longest: most characters of a passage; longer passages are cut.
-            timeout: most seconds that the server may take to answer.
+            results: maximum number of passages that a search returns.
+            longest: maximum number of characters in a passage; longer passages are cut.
+            timeout: time limit of the server's answer, in seconds.
             cache: folder for the indexes of corpora.
         """
         if bool(corpus) == bool(url):

@@ -98,7 +98,7 @@ def load_player(model: str, format: str, max_tokens: int, temperature: float, se
     Args:
         model: folder or name, as in `--model.path`.
         format: the form in which the model writes tool calls; if empty, the form in its chat template.
-        max_tokens: most tokens of a turn.
+        max_tokens: maximum number of tokens in a turn.
         temperature: sampling temperature; 0 for greedy decoding.
         seed: seed of all sampling.
 

@@ -29,7 +29,6 @@ KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kw
 OLD_NAME = "gsm8k"
 """Name of the interaction for rows that name no interaction, as in older versions of verl."""
 
-
 _OPEN: dict[str, asyncio.Event] = {}
 """Events by the ids of the episodes that are open in this process. An event is set when its episode is closed."""
 _UNNAMED = itertools.count()
@@ -77,7 +76,7 @@ class VerlTools:
         self._closed: asyncio.Event | None = None
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
-        """Create the tools that the row names. Return messages if creating a tool returned a text, else None.
+        """Create the tools that the row names. Return the messages so far if `create` returned a text, else None.
 
         row: as in verl, `extra_info` has `tools_kwargs` (tool -> `KEYWORDS` -> values) and `need_tools_kwargs`.
 
@@ -99,7 +98,7 @@ class VerlTools:
     async def _take_id(self, seed: int) -> None:
         """Set the id of the episode. It stays the same when the episode is opened again, since tools may print it.
 
-        The shared tools distinguish episodes by this id, so wait until an earlier opening of the episode is closed.
+        The shared tools distinguish episodes by this id, so an earlier opening of the episode must be closed first.
         """
         self._id = digest([seed, EPISODE.get() or next(_UNNAMED)])
         while earlier := _OPEN.get(self._id):

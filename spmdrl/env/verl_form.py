@@ -72,9 +72,9 @@ def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
 def load_yaml(path: str) -> Callable[[dict[str, Any]], VerlTools]:
     """Return a function that takes settings and makes environments of a YAML file.
 
-    The settings are `interaction_config_path`, a second YAML file, relative to the working directory or to the folder
-    of the first file; and `count_rewards` (default true), which decides whether the numbers of tools and interactions
-    are rewards.
+    The setting `interaction_config_path` names a second YAML file, relative to the working directory or to the folder
+    of the first file. The setting `count_rewards` (default true) decides whether the rewards of tools and the scores of
+    interactions count as rewards.
 
     Raises:
         ValueError: the file, a class or a schema cannot be used.

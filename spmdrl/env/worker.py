@@ -49,9 +49,9 @@ from spmdrl.workers.in_child import die_with, take_pipes, write_all
 ALIVE_EVERY = 0.4
 """Seconds between two `alive` messages."""
 CLOSES_WITHIN = 1.5
-"""Most seconds that open environments have to clean up when the process exits."""
+"""Maximum number of seconds that open environments have to clean up when the process exits."""
 EXITS_WITHIN = 0.3
-"""Most seconds that the functions registered with `atexit` (by sandboxes, MCP servers and user code) may take."""
+"""Time limit in seconds of the functions that sandboxes, MCP servers and user code registered with `atexit`."""
 STACK_MB = 8
 """MiB per thread that are added to the memory limit, because it also counts the stacks of threads."""
 
@@ -205,7 +205,7 @@ class Worker:
             await _give_up(instance, [])
 
     async def close_all(self) -> None:
-        """Close all environments, for `CLOSES_WITHIN` seconds at most."""
+        """Close all environments; wait at most `CLOSES_WITHIN` seconds until they are closed."""
         closing = [asyncio.ensure_future(self._close(env)) for env in list(self._instances)]
         if closing:
             await asyncio.wait(closing, timeout=CLOSES_WITHIN)
@@ -216,7 +216,7 @@ _RUNNING: set[asyncio.Task] = set()
 
 
 async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
-    """Close a dropped environment after those of its calls that still run (`calls`) have ended."""
+    """Wait until `calls`, the calls of a dropped environment that still run, have ended, and then close it."""
     instance.begins = lambda *_, **__: None
     if calls:
         await asyncio.wait(calls)

@@ -20,7 +20,7 @@ _RANK_VARIABLES = {
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 }
 LEAVES_WITHIN = 2.0
-"""Most seconds that a process has to exit after its input is closed."""
+"""Maximum number of seconds that a process has to exit after its input is closed."""
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Child:
     selector: selectors.BaseSelector
     """Selector that watches the pipes; the `data` of a pipe's key is the child."""
     spawned: float
-    """Time (time.monotonic()) at which the process was started, or at which it last began or ended to load a file."""
+    """Time (time.monotonic()) at which the process was started, or last began or finished loading a file."""
     ready: bool = False
     """True if the process has started and is not loading a file."""
     to_send: bytearray = field(default_factory=bytearray)
@@ -107,7 +107,7 @@ class Child:
             self.process.wait()
 
     def end(self) -> str:
-        """Wait briefly for the end of a process that closed its pipe. Return its end as text: `by signal SIGKILL`."""
+        """Wait briefly for the end of a process that closed its pipe. Return how it ended: `by signal SIGKILL`."""
         self.await_end(1.0)  # killing the process at once would hide its exit code
         self.kill()
         code = self.process.returncode
@@ -144,11 +144,11 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return environment variables for a child: this process's without those of a rank, one thread, and no GPU."""
+    """Return this process's environment variables without those of a rank. They give a child one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }
     root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
-    # The session's table of device memory would not count memory that a child takes, so children get no GPU.
+    # Children get no GPU, because the session's table of GPU memory would not count the memory that they take.
     return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

@@ -17,10 +17,10 @@ from spmdrl.health.status import tick
 from spmdrl.workers.child import LEAVES_WITHIN, Child, spawn
 
 START_SECONDS = 120.0
-"""Most seconds that a process may take to start, or to import a user's file (a cold file system is slow)."""
+"""Time limit in seconds for the start of a process, and for the import of a user's file, which may be slow."""
 LOOK_EVERY = 0.05
-"""Least seconds between two checks of all deadlines by calls of `turn(0)`, which may come after each step of an
-engine."""
+"""Minimum number of seconds between two checks of all deadlines by calls of `turn(0)`. Callers may call it after each
+step of an engine."""
 
 
 @dataclass(eq=False)
@@ -30,8 +30,8 @@ class Process(Child):
     retired: bool = False
     """True if the process finishes its current requests, exits, and is not replaced."""
     silent: float | None = None
-    """Time (time.monotonic()) at which a check found that the process had missed a deadline; None if it did not, or has
-    sent something since."""
+    """Time (time.monotonic()) at which a check found that the process had missed a deadline; None if it missed
+    none, or has sent a line since."""
 
 
 P = TypeVar("P", bound=Process)
@@ -96,7 +96,7 @@ class Processes(Generic[P]):
 
     def turn(self, wait: float) -> None:
         """Handle lines from the processes, wait up to `wait` seconds for the first, and check all deadlines."""
-        tick()  # shows the watchdog that this rank lives, since the deadlines below end work that hangs
+        tick()  # tells the watchdog that this rank is alive; the deadlines below end work that hangs
         look = wait > 0 or time.monotonic() >= self._look_at
         if wait > 0:
             due = min(self._due(process) for process in self.all)
