@@ -18,7 +18,7 @@ engine_bytes.py   computes the bytes of an engine's weights, workspace and KV ca
 
 Counting:
 paper.py          counts memory, traffic and operations of a program on meta tensors
-storages.py       follows the live storages of tensors, by purpose
+storages.py       counts the bytes of live tensor storages, by purpose
 numbers.py        tracks the values of meta tensors that do not depend on weights
 traffic.py        counts the bytes that a rank sends, by axis and kind of collective
 scale.py          extrapolates to a complete step; computes its least time by a roofline model
@@ -26,7 +26,7 @@ scale.py          extrapolates to a complete step; computes its least time by a 
 Reporting:
 report.py         formats the plan as text, as JSON and as an SVG
 dry.py            prints the output of `--dry-run` for jobs that sample
-changes.py        lists changes of the settings that a plan may try
+changes.py        lists changes of a job's settings for sweep.py
 sweep.py          plans a job with changed settings, to find settings that fit or that are faster
 gpus.py           describes GPUs, from a table or from a file
 """

@@ -25,10 +25,10 @@ Boxes = list[Piece]
 
 
 class Everyone:
-    """The boxes of one part of the policy that each rank of the job holds and needs."""
+    """The boxes that each rank of the job holds, and those that it needs, of one part of the policy."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: computes the boxes of every training rank. engine: returns the engine of the rank at a place."""
+        """policy: computes the boxes of every training rank. engine: returns the simulated engine at a given place."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
         """Distinct sets of pieces that ranks hold; the first set is empty, for ranks that hold nothing."""
@@ -52,7 +52,7 @@ class Everyone:
         return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
 
     def wanted(self) -> Sets:
-        """Return the boxes that each rank needs. Only one engine's boxes are computed, because all have one layout."""
+        """Return the boxes that each rank needs. They are computed for one engine, because all have equal ones."""
         samplers = self.world.roles.samplers
         width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)

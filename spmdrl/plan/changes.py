@@ -1,4 +1,4 @@
-"""Lists changes of settings that a plan may try. Each changes one setting, and the settings that depend on it."""
+"""Lists changes of a job's settings for `sweep.py`: each sets one setting and the settings that depend on it."""
 
 from copy import deepcopy
 from dataclasses import dataclass

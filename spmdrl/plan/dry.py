@@ -27,9 +27,9 @@ from spmdrl_sandbox.base import SandboxError
 from spmdrl_sandbox.open import open_for
 
 ROWS = 1000
-"""Most rows that a dry run reads from one source of prompts."""
+"""Maximum number of rows that a dry run reads from one source of prompts."""
 SHOWN = 300
-"""Most characters that a dry run prints of the example prompt."""
+"""Maximum number of characters of the example prompt that a dry run prints."""
 QUERY = (
     "import json, torch; ok = torch.cuda.is_available(); "
     "print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[1], torch.cuda.device_count()] "
@@ -85,7 +85,7 @@ def _memory_lines(job: Job[Any], cfg: Config, world: int, above: list[str]) -> l
 
 
 def sandbox_lines(cfg: Config) -> list[str]:
-    """Return a line on the sandbox that rewards would use on this machine; no line if no reward runs programs."""
+    """Return a line about the sandbox that rewards would use on this machine; no line if no reward runs programs."""
     if not runs_programs(cfg.reward):
         return []
     if is_service(cfg.sandbox.provider):
@@ -117,10 +117,10 @@ def device_of(name: str, memory: int, count: int) -> Gpu:
 
 
 def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
-    """Return lines on the first rows of `--data.train` and `--data.eval`, and reasons why sources cannot be used.
+    """Return lines about the first rows of `--data.train` and `--data.eval`, and reasons why sources cannot be used.
 
-    train: False for an evaluation, which does not read `--data.train`. Nothing is downloaded; a line names each model
-    or data set of a hub that is not on this machine.
+    train: False for an evaluation, which does not read `--data.train`. Nothing is downloaded; a line names each hub
+    model or data set that is not on this machine.
     """
     folder = _here(cfg.model.path)
     if folder is None:

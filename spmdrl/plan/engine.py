@@ -55,7 +55,7 @@ class PaperEngine:
             self.workspace = workspace_of(cfg, self.layout, self.longest, gpu_memory)
             if found.beside:
                 self.workspace["absorbed matrices"] = found.beside
-        # `--rollout.gpu-memory-utilization` covers weights and cache in SGLang, and also the workspace in vLLM.
+        # `--rollout.gpu-memory-utilization` limits weights plus cache in SGLang, and in vLLM these plus the workspace.
         held = self.weight_bytes + (found.beside if self.kind == "sglang" else self.workspace_bytes)
         cache = cache_of(cfg, self.layout, self.longest, held, gpu_memory)
         self.cache_bytes, self.cache_tokens, self.sequences, self.lack = (

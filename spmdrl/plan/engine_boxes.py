@@ -2,8 +2,8 @@
 
 The rules are from the sources of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`,
 `layers/fused_moe`, `layers/vocab_parallel_embedding.py`); `tests/engines/test_paper_engine.py` compares them with real
-engines. Attention is divided over the tp ranks of each of the dp copies. Without expert parallelism (ep), each expert
-is divided over all tp x dp ranks; with it, each rank holds some complete experts.
+engines. Attention is divided over the tp ranks of each data-parallel (dp) copy. Without expert parallelism (ep), each
+expert is divided over all tp x dp ranks; with it, each rank holds some complete experts.
 """
 
 import re
@@ -31,7 +31,7 @@ VOCAB = ("embed_tokens", "lm_head")
 
 
 def experts_of(config: Any) -> int:
-    """Return the number of experts in one layer from a text config; 0 for a dense model."""
+    """Return the number of experts in one layer, read from a text config; 0 for a dense model."""
     return next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
 
 
@@ -67,7 +67,7 @@ class EngineLayout:
         """Check, as vLLM and SGLang do, that tp divides the heads and the MLPs of a dense model.
 
         Raises:
-            ValueError: tp does not divide them; the message names the flag and every possible value.
+            ValueError: tp does not divide them; the message names the flag and every value that works.
         """
         if self.kind != "hf" and (problem := tp_problem(self.config, self.kind, self.tp)):
             raise ValueError(problem)
@@ -145,7 +145,7 @@ class EngineLayout:
         return None
 
     def _kv_rows(self, rows: int, tp: int) -> Span:
-        """Return the rows of keys or values on a tp rank; with more ranks than heads, several hold the same rows."""
+        """Return the rows of keys or values on a tp rank; with more ranks than heads, some ranks hold equal rows."""
         if self.tp <= self.kv_heads:
             return tp * rows // self.tp, (tp + 1) * rows // self.tp
         head, size = tp * self.kv_heads // self.tp, rows // self.kv_heads
@@ -155,8 +155,8 @@ class EngineLayout:
         """Return this rank's position among the ranks that divide an MLP or shared experts, and their number."""
         if self.kind == "sglang":
             return place, self.ranks
-        # Under vLLM's `use_sequence_parallel_moe`, the ranks of a copy have different tokens, so each rank holds
-        # the complete shared experts of DeepSeek models.
+        # Under vLLM's `use_sequence_parallel_moe`, the tp ranks of a dp copy process different tokens, so
+        # each rank holds the complete shared experts of DeepSeek models.
         divides_tokens = self.ep > 1 and self.tp > 1 and self.dp > 1
         if divides_tokens and "shared_experts" in name and self.config.model_type.startswith(("deepseek", "kimi")):
             return 0, 1
@@ -196,7 +196,7 @@ class EngineLayout:
         return Cut([((first, last), *box) for box in boxes] if first < last else [], "expert")
 
     def _held(self, place: int) -> Span:
-        """Return the range of experts on a rank. If ep does not divide their number, the first ranks hold one more."""
+        """Return the range of experts on a rank. If ep does not divide their number, the first ranks have one more."""
         if self.ep == 1:
             return 0, max(self.experts, 1)
         base, more = divmod(self.experts, self.ep)

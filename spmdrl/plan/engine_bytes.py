@@ -25,9 +25,9 @@ from spmdrl.weights.experts import Layout, full_box
 
 GIB = 1 << 30
 MLA_BLOCK = 64
-"""Tokens in one KV block of vLLM's kernels for latent attention on Hopper (`v1/attention/backends/mla`)."""
+"""Number of tokens in one KV block of vLLM's kernels for latent attention on Hopper (`v1/attention/backends/mla`)."""
 CPU_MLA_BLOCK = 16
-"""Tokens in one KV block of vLLM's CPU kernel for latent attention (`platforms/cpu.py`)."""
+"""Number of tokens in one KV block of vLLM's CPU kernel for latent attention (`platforms/cpu.py`)."""
 OUTSIDE = GIB
 """Estimated bytes of a GPU for an engine's communication buffers, kernels and CUDA graphs, outside torch's tensors."""
 
@@ -54,7 +54,7 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
 
 
 def longest_of(cfg: Config, config: Any) -> int:
-    """Return the most tokens in a sequence, like `engines.engine.longest_sequence`, but from a loaded config."""
+    """Return the maximum number of tokens in a sequence: `engines.engine.longest_sequence` for a loaded config."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
@@ -75,10 +75,10 @@ def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
 
 
 def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> dict[str, int]:
-    """Estimate the bytes of an engine on a GPU in addition to weights and cache, by purpose.
+    """Estimate the bytes, by purpose, that an engine on a GPU needs in addition to weights and cache.
 
     T is the number of tokens in a forward, H the hidden size, V the vocabulary, S the number of sequences, K the number
-    of experts of a token, I the width of an expert. Logits: float32 [S, V] for the logits and their log-probabilities.
+    of experts that a token uses, I the width of an expert. Logits: float32 [S, V] for logits and log-probabilities.
     Hidden states [T, ...]: the residual, a layer's input and the widest layer's output. Experts: vLLM's two workspaces
     [T of all copies, K, max(H, 2I)] (`TritonExperts.workspace_shapes`). Latent attention: the unpacked keys and values
     of up to 65,536 cached tokens in a prefill (`MLACommonMetadataBuilder`).

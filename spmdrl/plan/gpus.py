@@ -45,7 +45,7 @@ class Gpu:
     gpus_per_node: int = 8
     """Number of GPUs in a node."""
     host_gb_s: float = 0.0
-    """Bandwidth to the host's memory in one direction, in 1e9 bytes a second. 0: unknown; plans then count no time."""
+    """Bandwidth to the host's memory in one direction, in 1e9 bytes a second. 0: unknown, then copies count as 0 s."""
     host_memory_gib: float = 0.0
     """Memory of a node's host, in GiB. 0: unknown; a plan then reports the bytes on the host without a limit."""
 
@@ -112,7 +112,7 @@ def _from_file(path: str, values: Any) -> Gpu:
 
 
 def _number(path: str, key: str, value: Any) -> float:
-    """Check and return a field's number; YAML reads a number that is written like `1e3` as text."""
+    """Convert a field's value to a number and check it; YAML reads a number that is written like `1e3` as text."""
     unknown = key in ("host_memory_gib", "host_gb_s")
     try:
         number = float(value if not isinstance(value, bool) else "no")

@@ -101,7 +101,7 @@ def _attention() -> None:
 
 
 def attend(kernel, q_QHd, k_NKd, v_NKe, runs, scale, window=None, softcap=None) -> torch.Tensor:
-    """Replaces `varlen.attend`; allocates the memory of flash-attn and counts its operations."""
+    """Replaces `varlen.attend`; allocates as much memory as flash-attn does, and counts its operations."""
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
     return _Attention.apply(q_QHd, k_NKd, v_NKe, runs)  # type: ignore[return-value]
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _add_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Any, times: float) -> int:
-    """Count and return `times` the operations of the forward pass of causal attention.
+    """Count and return the operations of causal attention: those of its forward pass, multiplied by `times`.
 
     The forward pass has two matrix products over all pairs of a query and a key that is not later than the query.
     """
@@ -137,7 +137,7 @@ def _add_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Any, tim
     if ends_q is None or ends_k is None:
         return 0
     queries, keys = ends_q.diff().double(), ends_k.diff().double()
-    # In each run, the last query attends to all keys, and the first query to (keys - queries + 1) of them.
+    # In each sequence, the last query attends to all keys, and the first query to (keys - queries + 1) of them.
     pairs = float((queries * (keys - (queries - 1) / 2)).sum())
     flops = int(2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2]) * times)
     COUNTED[0].flops += flops

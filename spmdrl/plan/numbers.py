@@ -1,8 +1,8 @@
 """Tracks the known values of meta tensors through every operation.
 
 A simulated program reads some values of tensors: lengths, masks, and the number of tokens of each expert. Values that
-come from the host are therefore tracked, and tokens choose experts evenly. Values that depend on weights are unknown; a
-program that reads an unknown float gets 1.
+come from the host are therefore tracked, and tokens are assumed to choose experts evenly. Values that depend on weights
+are unknown; a program that reads an unknown float gets 1.
 """
 
 import math
@@ -15,9 +15,9 @@ from spmdrl.plan.storages import Storages
 
 META = torch.device("meta")
 MOST_KNOWN = {"activations": 1 << 25}
-"""Most elements of a tensor whose values are tracked, by purpose; activations include the masks of a micro-batch."""
+"""Purpose -> maximum number of elements of a tensor whose values are tracked; `activations` include masks."""
 FEW_KNOWN = 1 << 20
-"""Most elements of a tensor whose values are tracked, for other purposes, such as a model's buffers."""
+"""The same maximum for every other purpose, such as a model's buffers."""
 aten = torch.ops.aten
 Spec = tuple[list[int], list[str]]
 """Layout of flattened arguments: for each argument, its length if it is a list, else -1; and the keywords' names."""

@@ -18,7 +18,7 @@ from spmdrl.weights.plan import Routes
 from spmdrl.weights.reshard import Reshard
 
 FEW = 16
-"""Most buckets of a push that are all simulated; of more buckets, only those around the largest are simulated."""
+"""A push of at most this many buckets is simulated completely; of a larger one, only buckets around the largest."""
 
 
 def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) -> None:

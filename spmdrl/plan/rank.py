@@ -157,7 +157,7 @@ def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
 
 
 def folders_of(cfg: Config) -> dict[str, Path]:
-    """Return the folder of every model path of a run: the policy's, and those of its other models that are set."""
+    """Return the folder of each model that the settings name, by its path: the policy and all other models of a run."""
     paths = {
         "--model.path": cfg.model.path,
         "--reference.path": cfg.reference.path,

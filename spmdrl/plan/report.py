@@ -58,7 +58,7 @@ def text_of(plan: Plan) -> str:
 
 
 def kind_lines(planned: Planned) -> list[str]:
-    """Return the lines of the report on one kind of ranks."""
+    """Return the lines of the report about one kind of ranks."""
     kind, rank = planned.kind, planned.rank
     of = f" of {' and '.join(rank.step.models)}" if len(rank.step.models) > 1 else ""
     held = f"{rank.step.numbers / 1e9:,.3f} G parameters each{of}, " if rank.step.numbers else ""
@@ -152,7 +152,7 @@ def parked(plan: Plan) -> str:
 
 
 def where(plan: Plan) -> str:
-    """Return a text on the fullest device: its kind of ranks, the phase, and the two largest rows of the table."""
+    """Describe the fullest device: its kind of ranks, the phase, and the two largest rows of the table."""
     worst = plan.worst()
     phase, _ = worst.peak()
     rows = rows_of(worst.rank.memory[phase])

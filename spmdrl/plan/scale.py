@@ -43,10 +43,10 @@ class Rank:
 
 
 def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
-    """Return the most chunks whose activations a pipeline rank keeps at the same time.
+    """Return the maximum number of chunks whose activations a pipeline rank keeps at the same time.
 
     A chunk is the pass of one micro-batch through one virtual stage. The 1F1B schedule keeps one chunk for this stage
-    and one for each later stage. With n later stages, the interleaved schedule keeps 2n + (virtual - 1) stages + 1
+    and one for each later stage. With n later stages, the interleaved schedule keeps 2n + (virtual - 1) * stages + 1
     chunks (https://arxiv.org/abs/2104.04473).
     """
     if virtual == 1:
@@ -181,7 +181,7 @@ class Axes:
     """The groups in which a rank communicates, and the number of ranks on a node."""
 
     ranks: dict[str, tuple[int, ...]]
-    """Axis -> ranks of this rank's group on it."""
+    """Name of an axis -> ranks of this rank's group on the axis."""
     rank: int
     """The rank whose groups these are."""
     per_node: int

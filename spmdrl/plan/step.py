@@ -85,7 +85,7 @@ class PaperRank:
             models: the models of this rank.
             engine: the engine of this rank; None if the rank does not sample.
             paper: counts the memory, operations and traffic of the step.
-            boxes: returns the boxes of one part of a model (None: the policy) that all ranks hold and need.
+            boxes: (model, part) -> the boxes that all ranks hold and need; the model None stands for the policy.
             method: makes the learning method from an object that has the parts of a run.
         """
         self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
@@ -148,7 +148,7 @@ class PaperRank:
         return Step(held, moments, self.works, push, parked, host, numbers, names, moved, self.checkpoint())
 
     def _ready(self) -> None:
-        """Create the state of every optimizer, as a first step would create it."""
+        """Create the state of every optimizer, as the first optimizer step of a real run does."""
         for name, model in self.models.learning().items():
             if getattr(model, "optimizer", None) is not None:
                 with self.paper.tagged(f"{name} optimizer"):
@@ -192,7 +192,7 @@ class PaperRank:
 
 
 def _parts_of(cfg: Config) -> dict[str, Any]:
-    """Return the other parts of a run that a method reads. Prompts cycle through the teachers' `data_source`s."""
+    """Return the prompts of a run, which cycle through the teachers' `data_source`s, and None as its tokenizer."""
     sources = ["", *sorted({teacher.source for teacher in cfg.further_teachers().values()} - {""})]
     prompts = [
         SimpleNamespace(index=i, data_source=sources[i % len(sources)]) for i in range(cfg.rollout.prompts_per_step)

@@ -12,11 +12,11 @@ from spmdrl.plan.report import gib
 from spmdrl.plan.run import GIB, OUTSIDE, Plan, plan
 
 NEAREST = 8
-"""Most plans in a search for settings that fit; planning a model of 671 G parameters takes tens of seconds."""
+"""Maximum number of plans in a search for settings that fit; each takes tens of seconds for 671 G parameters."""
 SINGLES = 5
-"""Most plans with a single change in this search; later plans combine two changes."""
+"""Maximum number of plans with a single change in this search; later plans combine two changes."""
 SWEPT = 12
-"""Most plans in a sweep, including the plan of the job's own settings."""
+"""Maximum number of plans in a sweep, including the plan of the job's own settings."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[R
 
 
 def sweep_lines(tried: Tried) -> list[str]:
-    """Return the lines of the report on these plans."""
+    """Return the lines of the report about these plans."""
     failed = [f"cannot be planned: {line}" for line in tried.failed]
     if not tried.rows:
         return [*failed, "no possible change of one setting frees the missing memory"]

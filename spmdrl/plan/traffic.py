@@ -36,7 +36,7 @@ class Traffic:
     calls: Counter = field(default_factory=Counter)
     """(axis, kind of collective) -> number of collectives or messages."""
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Axis -> the ranks of this rank's group on it."""
+    """Name of an axis -> the ranks of this rank's group on the axis."""
     names: dict[str, str] = field(default_factory=dict)
     """Name of a group -> its axis. Ranks cannot be the key, because groups of several axes may have the same ranks."""
     peers: Counter = field(default_factory=Counter)
@@ -58,7 +58,7 @@ class Traffic:
             self.names[group.group_name], self.axes[axis] = axis, ranks
 
     def axis(self, group: Any) -> str:
-        """Return the axis of a group; a group without a name is named after its number of ranks."""
+        """Return the axis of a group; a group without an axis gets one named after its size, such as `8 ranks`."""
         if group.group_name not in self.names:
             self.call(group, f"{group.size()} ranks")
         return self.names[group.group_name]

@@ -32,12 +32,12 @@ def ok(name: str, state: str) -> Finding:
 
 
 def warn(name: str, state: str, fix: str) -> Finding:
-    """Return a finding on a problem that costs speed or safety."""
+    """Return a finding about a problem that costs speed or safety."""
     return Finding(name, WARN, state, fix)
 
 
 def fail(name: str, state: str, fix: str) -> Finding:
-    """Return a finding on a problem that makes runs fail."""
+    """Return a finding about a problem that makes runs fail."""
     return Finding(name, FAIL, state, fix)
 
 

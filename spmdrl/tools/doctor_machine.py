@@ -21,7 +21,7 @@ from spmdrl_sandbox.warm import Warm
 
 MIB, GIB = 1 << 20, 1 << 30
 FILES = 4096
-"""Most open files that a rank with an engine, a reward pool and connections to all other ranks may need."""
+"""Maximum number of files that a rank with an engine, a reward pool and connections to all ranks may have open."""
 FEW_FILES = 256
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that torchrun sets for each rank."""
@@ -153,7 +153,7 @@ def hub_is_off(environment: Mapping[str, str]) -> bool:
 
 
 def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Finding:
-    """Check that the model hub answers a HEAD request. wait: most seconds until it answers."""
+    """Check that the model hub answers a HEAD request. wait: time limit in seconds."""
     place = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     if hub_is_off(environment):
         return ok("hub", "HF_HUB_OFFLINE is set: no requests, models come from folders and the cache")

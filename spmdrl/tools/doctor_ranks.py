@@ -125,7 +125,7 @@ def together(
         where: address and port at which rank 0 listens.
         gpus: number of GPUs of this node; if there are fewer than ranks, the ranks run on the CPU.
         mib: size of a buffer in MiB.
-        limit: most seconds for the start and the measurements together.
+        limit: time limit in seconds for the start and the measurements together.
     """
     # A forked process cannot use CUDA. Without GPUs, a fork avoids importing torch again, which takes seconds.
     context: Any = multiprocessing.get_context("spawn" if gpus else "fork")

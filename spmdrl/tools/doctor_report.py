@@ -35,11 +35,11 @@ from spmdrl.tools.preflight import parse_rounds, port_of
 
 PROG = "python -m spmdrl.tools.doctor"
 SKEW = 1.0
-"""Most seconds by which two nodes' clocks may differ; with more, the logs of their ranks cannot be put in order."""
+"""Largest allowed difference of two nodes' clocks in seconds; beyond it, their logs cannot be put in order."""
 JOIN = 60.0
-"""Most seconds that ranks started by torchrun wait for each other."""
+"""Maximum number of seconds that ranks started by torchrun wait for each other."""
 PAIR = 25.0
-"""Most seconds for one round of pairs of nodes, including the start of processes and the wait for a late partner."""
+"""Time limit in seconds of one round of pairs of nodes, with the start of processes and the wait for a late partner."""
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -208,7 +208,7 @@ def _two_ranks(gpus: int, quick: bool) -> Finding:
 
 
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
-    """Return the finding on the bandwidth and the results of a group of ranks."""
+    """Return the finding about the bandwidth and the results of a group of ranks."""
     if found.error:
         fix = "fix the lines above first; NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL prints details"
         return fail(name, found.error, fix)
@@ -217,7 +217,7 @@ def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
 
 
 def clocks(found: doctor_ranks.Measured) -> Finding:
-    """Return the finding on the difference between the clocks of several nodes."""
+    """Return the finding about the difference between the clocks of several nodes."""
     fix = "run chrony or ntpd on every node: times in the logs of ranks cannot be compared"
     return either(found.clock > SKEW, False, "clocks", f"at most {found.clock:.2f} s apart", fix)
 

@@ -41,7 +41,7 @@ def settings(config: Config, gpus: int, quick: bool, query: Query = query_hub) -
     named = {name: get(config, name) for name in MODELS}
     # `reward.model` may be a file that names a model; the check of the settings has already read the file.
     named["reward.model"] = model_path(named["reward.model"])
-    # Settings with the same model share one line, under the first of them.
+    # Settings with the same model share one line, which names the first of these settings.
     for path in dict.fromkeys(path for path in named.values() if path):
         found.append(model(flag(next(name for name in MODELS if named[name] == path)), path, config, hub))
     found.append(data("--data.train", config.data.train, config, hub))

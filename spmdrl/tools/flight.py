@@ -65,7 +65,7 @@ def _kind(row: dict) -> str:
 
 
 def compare(records: list[dict]) -> list[str]:
-    """Return lines on the collectives in which ranks differ, by group; an empty list if they do not differ."""
+    """Return lines about the collectives in which ranks differ, by group; an empty list if the ranks do not differ."""
     lines = []
     names = sorted({name for record in records for name in record["groups"]})
     for name in names:
@@ -101,7 +101,7 @@ def compare(records: list[dict]) -> list[str]:
 
 
 def report(folder: Path) -> list[str]:
-    """Return the lines of the report on a run folder."""
+    """Return the lines of the report about the failed run in a folder."""
     records = read(folder)
     lines = []
     for record in sorted(records, key=lambda record: record["time"]):

@@ -27,9 +27,9 @@ SETTINGS = ("NPROC", "MASTER_PORT", "GRACE", "PREFLIGHT", "PATH")
 REACH = 8.0
 """Seconds within which a host must answer ssh."""
 OTHERS = 15.0
-"""Seconds that the other hosts have to end by themselves, with a message, after one host has failed."""
+"""Seconds within which the other hosts may end by themselves, with a message, after one host failed."""
 ENDING = 10.0
-"""Seconds that a command on another host has to end between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL for a command on another host."""
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-o", "ServerAliveInterval=5"]
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from spmdrl.tools.hosts import Hosts
 
 ALL = 115.0
-"""Most seconds for the complete preflight."""
+"""Time limit of the complete preflight, in seconds."""
 FIRST, SECOND = 90.0, 40.0
 """Time limits of the first and of the second measurement, in seconds."""
 SHARED = 2.0
-"""Most seconds until the other nodes see a file that one node wrote into a shared folder."""
+"""Maximum number of seconds until other nodes see a file that one node wrote into a shared folder."""
 DOWN = ("down", "fail", "unknown", "not_responding", "*")
 """Words in the state that `sinfo` shows for a node that cannot run a job."""
 
@@ -97,7 +97,7 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
 
 
 def _below(pair: dict, floors: tuple[float, float]) -> str:
-    """Return why a measured pair of nodes is bad; empty if it is good. floors: least all-reduce, all-to-all in GB/s."""
+    """Return why a measured pair is bad; empty if it is good. floors: least all-reduce and all-to-all in GB/s."""
     if pair["error"]:
         return pair["error"]
     named = (("all-reduce", pair["all_reduce"], floors[0]), ("all-to-all", pair["all_to_all"], floors[1]))
@@ -156,8 +156,8 @@ def choose(
     Args:
         hosts: nodes of the job, spares included.
         need: number of nodes that the job needs.
-        look: runs the doctor on nodes: (nodes, rounds, only pairs, most seconds) -> the reports that arrived.
-        floors: least all-reduce and all-to-all of a pair, in 1e9 bytes a second.
+        look: runs the doctor on nodes: (nodes, rounds, only pairs, seconds allowed) -> the reports that arrived.
+        floors: least bandwidths of all-reduce and all-to-all in a pair, in 1e9 bytes a second.
         say: prints a line.
         dead: nodes that are known to be down, with the reason.
         slurm: True if SLURM allotted the nodes, False if HOSTS names them.

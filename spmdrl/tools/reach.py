@@ -1,7 +1,7 @@
 """Checks that the first node of a job can be reached from this one: `python -m spmdrl.tools.reach ADDRESS PORT`.
 
 Prints the network interface to the first node, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. An empty line means that
-gloo and NCCL choose it.
+gloo and NCCL choose the interface.
 """
 
 import os
@@ -13,7 +13,7 @@ from spmdrl.spmd.network import NAMES, choose_interface
 
 
 def problem(address: str, port: int, wait: float = 3.0, tries: int = 3) -> str:
-    """Return why a host cannot be reached; empty if it can be. wait: most seconds of one try.
+    """Return why a host cannot be reached; empty if it can be. wait: time limit of one try, in seconds.
 
     A host that refuses the connection can be reached; its torchrun has not started yet.
     """

@@ -155,7 +155,7 @@ def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | No
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
-    # The run chose the model's form in the same way, so both compute the same numbers.
+    # The run called `choose_form` too, so both use the same form of the model and compute the same numbers.
     choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
     # No optimizer step follows, so only the weights of a checkpoint are read.
     model.optimizer, optimizer = None, model.optimizer
@@ -225,8 +225,8 @@ def _episode(batch: "Batch", index: int) -> "Batch":
 def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader) -> Iterator[str]:
     """Yield a table of episodes: first those with a loss or gradient that is not finite, then by norm of the gradient.
 
-    Candidates are the episodes with the largest |loss| and |logp - old_logp|. reader: parses the tool calls of turns;
-    None for a run without an environment.
+    If these are finite, only episodes with the largest |loss| and |logp - old_logp| are compared, as each norm takes a
+    backward pass. reader: parses the tool calls of turns; None for a run without an environment.
     """
     from spmdrl.data.pack import to_episodes
 
