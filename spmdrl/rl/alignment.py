@@ -2,7 +2,7 @@
 
 The teacher reads its own prompt, followed by the student's response encoded in the teacher's tokens. The loss compares
 spans of text that consist of complete tokens of both tokenizers (`rl/retokenize.py`, `policy/objectives/aligned.py`).
-Responses that cannot be aligned are counted, and the log gives the reasons.
+The metric `align/left_out` is the share of responses that cannot be aligned; the log gives the reasons.
 """
 
 import logging
@@ -104,7 +104,7 @@ class Alignment:
     def align(self, batch: Batch) -> tuple[list[Aligned | None], Metrics]:
         """Return each sequence's alignment, and metrics.
 
-        The alignment is None for a sequence that cannot be aligned; a metric counts these sequences.
+        The alignment is None for a sequence that cannot be aligned; `align/left_out` is the share of these sequences.
         """
         lengths, metrics, out = batch.lengths.tolist(), Metrics(), []
         starts = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()

@@ -47,13 +47,13 @@ from spmdrl.spmd.storage import scratch_folder
 
 @dataclass(frozen=True)
 class Sources:
-    """Tokenizer and prompts, which a run reads before it builds models."""
+    """The tokenizer and the prompts, which a run reads before it builds models."""
 
     folder: Path
     """Folder of the policy's model."""
     tokenizer: Any
     limit: int
-    """Most tokens that a prompt may have."""
+    """Maximum number of tokens of a prompt."""
     stop: set[int]
     """Tokens that end a response."""
     prompts: PromptSet
@@ -144,7 +144,7 @@ def read_sources(session: Session[Config]) -> Sources:
 
 
 def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
-    """Build and check the models of a run, with the readers of its reward models' scores. Collective over all ranks.
+    """Build and check the models of a run, and set up the readers of reward models' scores. Collective over all ranks.
 
     Raises:
         ValueError: a model is unsuitable for its role, or computes wrong numbers on this machine.
@@ -164,7 +164,7 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
 def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment:
     """Open the environment for the samples of this rank's engine. Collective over the engine.
 
-    ends: tokens that end a response. room: most tokens of an episode's first prompt.
+    ends: tokens that end a response. room: maximum number of tokens of an episode's first prompt.
 
     Raises:
         ValueError: the environment does not exist, or the chat template cannot render conversations.

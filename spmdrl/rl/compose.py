@@ -52,7 +52,7 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
 
 
 def settings_of(function: Callable, cfg: Config) -> dict[str, Any]:
-    """Return the values of the settings that a function has as parameters, by parameter name, without None values."""
+    """Return the settings that a function takes as parameters, by parameter name, omitting settings that are None."""
     values = {name: get(cfg, setting) for name, setting in parameters_of(function).items()}
     if "weights" in values:
         values["weights"] = part_weights(values["weights"])

@@ -61,13 +61,13 @@ class ConversationState:
     request: str = ""
     """The pending request to the environment: `open`, `say`, `score`, or empty."""
     next_request: Callable[[], None] | None = None
-    """Function that begins the next request when the pending one is answered; None if no further request waits."""
+    """Function that sends the next request once the pending one is answered; None if no further request waits."""
     reopening: bool = False
     """True if the conversation continues after a cut, and its environment is not open yet."""
     failure: str = ""
     """Reason for which the environment could not be opened again; empty if it could."""
     room: int = 0
-    """Most tokens that may still be added to the episode."""
+    """Maximum number of tokens that may still be added to the episode."""
 
     def open(self, opening: Opening, variables: dict) -> None:
         """Begin the conversation, or continue it after a cut."""
@@ -98,7 +98,7 @@ class ConversationState:
 
     @staticmethod
     def restored(saved: dict) -> "ConversationState":
-        """Return the conversation that `saved` described.
+        """Return the conversation from a result of `saved`.
 
         It continues after a cut, so its environment has to be reopened.
         """
@@ -124,7 +124,7 @@ class ConversationState:
     def next_tokens(
         self, renderer: Conversation, hidden: bool, before: list[dict], reply: Reply, made: list[int], ended: bool
     ) -> tuple[list[int], bool]:
-        """Return the tokens after which the policy continues, and True if they are its complete context.
+        """Return the tokens after which the policy continues, and True if they are the policy's complete context.
 
         before: messages before the last turn. reply: the answer to that turn, which `add_answer` has added. made:
         tokens of the turn. ended: True if the turn's last token is one that ends turns.
@@ -173,7 +173,7 @@ class ConversationState:
 
 
 def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int) -> Opening:
-    """Return the environment of a prompt, with the row that the environment gets.
+    """Return the `Opening` of a prompt's environment: its name and settings, and the row and seed that it gets.
 
     answer_column: key under which the row contains the ground truth, in addition to the key `ground_truth`.
 

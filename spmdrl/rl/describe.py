@@ -36,7 +36,9 @@ def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Column
 
 
 def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = None) -> dict:
-    """Return an episode as a row of text, with its segments if it has several turns, weight versions or an environment.
+    """Return an episode as a row of samples.jsonl.
+
+    The row lists the segments if the run has an environment or the episode has more than a prompt and one response.
 
     reader: reads the tool calls of the episode's turns; None without an environment.
     """

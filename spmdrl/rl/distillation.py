@@ -135,7 +135,7 @@ class Distillation(PolicyGradient):
         return {"reference": self.run.models.reference} | self.run.models.teachers
 
     def shares(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return each teacher's weights for the sequences, [B], by its name.
+        """Return each teacher's weights for the sequences, [B], by the name of the teacher.
 
         The teachers' weights for a sequence sum to 1.
         """
@@ -170,7 +170,7 @@ class Distillation(PolicyGradient):
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
     """Return the teachers' weights for each `data_source`, the reference's first.
 
-    The key "" is for all other sources.
+    The key "" contains the weights for all other sources.
     """
     further = list(cfg.further_teachers().values())
     mixed = [1.0, *(0.0 if each.source else each.weight for each in further)]

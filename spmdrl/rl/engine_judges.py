@@ -112,7 +112,7 @@ class EngineJudges:
         self.plan: RolloutPlan | None = None
 
     def begin(self, plan: RolloutPlan) -> None:
-        """Restore the policy's weights in engines that hold a judge's weights.
+        """Begin a rollout: restore the policy's weights in engines that hold a judge's weights.
 
         Collective over the ranks that sample.
         """

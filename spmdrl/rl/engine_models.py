@@ -38,7 +38,7 @@ class EngineModels:
         self.folders: dict[str, Tensors] = {}
         self.versions: dict[str, int] = {}
         self.prefixes: dict[str, str] = {}
-        """Name of a model -> start of its error messages, the setting and the path."""
+        """Name of a model -> the setting and the path of the model, with which its error messages start."""
 
     def open(self, name: str, path: str, setting: str) -> None:
         """Open a model's folder. setting: the setting that contains the path.

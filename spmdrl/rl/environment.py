@@ -53,9 +53,9 @@ class Environment:
     """
 
     turn_tokens = 0
-    """Most tokens of a response; 0: only the limit on the complete episode applies."""
+    """Maximum number of tokens of a response; 0: only the limit on the complete episode applies."""
     most_open = 0
-    """Most episodes that are open at the same time; a single group of samples may exceed this limit. 0: no limit."""
+    """Maximum number of open episodes; a single group of samples may exceed it. 0: no limit."""
     remote = False
     """True if other processes answer. Answers then take time, and only the engine's first rank gets them."""
 
@@ -63,7 +63,7 @@ class Environment:
         self.ready: list[tuple[Place, Observation]] = []
 
     def reply(self, prompt: Prompt, episode: Episode) -> Observation | None:
-        """Answer the episode's last response; None ends the episode.
+        """Return the answer to the episode's last response, or None to end the episode.
 
         This is called on every rank of an engine, after a response that ended with a stop token. The answer must be the
         same on all ranks and whenever the episode is run again.
@@ -91,7 +91,7 @@ class Environment:
         return ready
 
     def leave(self, episodes: list[Episode], keep: bool) -> None:
-        """Drop episodes that are cut short. keep: True to keep their state, because another step continues them."""
+        """Close episodes that are cut short. keep: True to keep their state, because another step continues them."""
 
     def take_counts(self) -> dict[str, float]:
         """Return the counts since the last call by name (COUNTS), or nothing for an environment that does not count."""

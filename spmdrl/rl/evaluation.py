@@ -77,7 +77,7 @@ class Evaluation:
         return episodes
 
     def judge(self) -> None:
-        """Add the reward model's scores, also to `eval/score`, if an evaluation needs them. Collective (all ranks)."""
+        """If an evaluation waits for the reward model, add its scores to the metrics. Collective over all ranks."""
         if self.to_judge is None:
             return
         assert self.prompts is not None
@@ -98,12 +98,12 @@ class Evaluation:
         out |= {"prompts": prompts, "samples": prompts * each}
         measured = int(self.numbers.pop(MEASURED))
         if measured < out["samples"]:
-            # Only prompts with all of their samples graded are counted.
+            # A prompt is counted only if all of its samples are graded.
             out |= {"prompts": measured // each, "samples": measured, "stopped": exit_reason()}
         return out | {name: plain(value) for name, value in self.numbers.items()}
 
     def show(self, rows: list[dict]) -> None:
-        """Store rows of some conversations of the first rank that samples.
+        """Store rows about some conversations of the first rank that samples, until `take_rows` returns them.
 
         Collective over all ranks under split placement.
         """

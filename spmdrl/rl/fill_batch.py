@@ -21,9 +21,9 @@ from spmdrl.spmd.world import World
 class Filling:
     """Collects the results of a step's rollouts, on all ranks that sample, until enough prompts are kept.
 
-    All ranks run the same number of rollouts, because they count the prompts that all ranks kept (law 1). If more
+    All ranks run the same number of rollouts, because each rank counts the kept prompts of all ranks (law 1). If more
     prompts are kept than the step needs, those that were drawn first are used, regardless of the rank that sampled
-    them. The others are dropped and counted.
+    them. The others are dropped and counted in the metrics `*/surplus_prompts`.
     """
 
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
@@ -37,8 +37,8 @@ class Filling:
         self.advantage = ADVANTAGES.get(cfg.algo.advantage)
         """Facts about the advantage estimator; None for a user's function."""
         self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
-        """True if a sample is left out when all other samples of its prompt are left out: nothing remains to compare it
-        with."""
+        """True if a sample is left out when all other samples of its prompt are left out, because nothing remains to
+        compare it with."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
         """Number of carried groups, over all engines."""
@@ -50,11 +50,11 @@ class Filling:
         """Positions of the prompts that were kept, over all ranks."""
         self.unbegun = self.rounds = self.version = 0
         self.why = ""
-        """First reason for which this rank left out an episode because of its environment; empty: it left out none."""
+        """First reason for which an environment made this rank leave out an episode; empty if none was left out."""
 
     @property
     def most_rounds(self) -> int:
-        """Most rollouts that the step may run."""
+        """Maximum number of rollouts that the step may run."""
         return self.cfg.filter.max_rounds if self.keep else 1
 
     @property
@@ -69,7 +69,7 @@ class Filling:
         return max(over - (self.before if self.rounds == 0 else 0), 0)
 
     def order(self, plan: RolloutPlan) -> None:
-        """Complete the plan of the step's next rollout: its carried groups, and when it ends."""
+        """Complete the plan of the step's next rollout: set its name, its carried groups and when it ends."""
         # The number of the rollout keeps names unique, even if the previous rollout of the step began no prompt.
         plan.name += f"/{self.rounds}"
         if self.oversampled:

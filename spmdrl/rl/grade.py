@@ -67,7 +67,7 @@ class Grading:
             dialogue=[] if episode.given is None else self._dialogue(episode),
             tools=prompt.tools,
         )
-        # The key begins with the prompt's index, because the grader's messages mention its first parts.
+        # The key begins with prompt index and sample, because the grader's messages mention the first parts of a key.
         for grader in self.graders:
             grader.submit((prompt.index, episode.sample, group.position), item)
 
@@ -127,7 +127,7 @@ class Grading:
             if episode.ungraded or not _has_finite_logp(episode, plan):
                 episode.reward = math.nan
             if not math.isfinite(baseline):
-                # Without a baseline no sample of this prompt can be used.
+                # Without the greedy baseline no sample of this prompt can be used.
                 episode.reward = math.nan
                 episode.ungraded = episode.ungraded or bool(greedy.ungraded) or not greedy.applies
             if episode.experts is not None and first is not None and episode.experts is not first:

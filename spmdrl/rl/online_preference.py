@@ -26,8 +26,8 @@ from spmdrl.rl.update import refresh_reference
 from spmdrl.tracking.metrics import Metrics
 
 ROUNDING = 1e-6
-"""Relative amount by which a difference of rewards must exceed `--preference.gap`, so that rounding never makes a
-pair."""
+"""Relative amount by which a difference of rewards must exceed `--preference.gap`, so that a rounding error alone never
+makes two samples a pair."""
 
 
 class OnlinePreference(PolicyGradient):

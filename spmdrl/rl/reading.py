@@ -1,6 +1,6 @@
 """Scores responses with a reward model: prepares its input, finds the tokens at which it scores, computes the scores.
 
-n: positions at which scores are read, which are the ends of steps or of responses; L: labels.
+Dimensions: n, the positions at which scores are read (ends of steps or of responses); L, the labels.
 """
 
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,7 @@ class AtLast:
     prefix: str = "the reward model"
     """Start of error messages: the flag and the path."""
     positions: int = 0
-    """Most tokens that the model can read; 0: unknown."""
+    """Maximum number of tokens that the model can read; 0: unknown."""
     steps: bool = False
     """True to also return the score as that of a single step, which spans the response."""
     names: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class AtLast:
         return self
 
     def read(self, batch: Batch, model: Policy) -> Scores:
-        """Score the responses of a batch, with the errors of `Reading.read`. Collective over the ranks of the model."""
+        """Score the responses of a batch. Collective over the model's ranks. Raises the errors of `Reading.read`."""
         check_length(batch, self.positions, self.prefix)
         last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch))
         mask_T = torch.zeros(batch.n_tokens, dtype=torch.bool)
@@ -76,7 +76,7 @@ class AtLast:
 
 @dataclass
 class Reading:
-    """Scores responses in the way that the file given by `--reward.model` describes."""
+    """Scores responses as the YAML file in `--reward.model` describes."""
 
     classifier: ClassifierConfig
     labels: Labels

@@ -1,7 +1,7 @@
 """Converts responses to the tokens of another tokenizer: a reward model's (Rewriter) or a teacher's (Pair).
 
 A policy may write text that is a special token of the reward model's tokenizer, with which it could end its turn and
-forge others. `Rewriter` inserts a blank into such text. `Pair` finds spans of text that consist of complete tokens of
+forge others. `Rewriter` inserts a blank into this text. `Pair` finds spans of text that consist of complete tokens of
 both tokenizers.
 """
 

@@ -36,10 +36,11 @@ class Rollout:
         self.observations: list[tuple[Place, Observation]] = []
         """Observations that have arrived but wait for others (`plan.in_order`)."""
         self.ended = 0
-        """Number of groups completed since the last call of `tally.reached`, without groups that failed."""
+        """Number of groups completed since the last call of `tally.reached`; groups that failed are not counted."""
         self.idle = 0.0
         """Seconds in which the engine had nothing to do while environments worked."""
-        # No engine begins more than an equal share at once; engines that finish early take further prompts.
+        # An engine begins groups only while it has less than an equal share of requests under way. Engines that finish
+        # early take further prompts.
         self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
         self.fair += len(plan.carried) * plan.requests_per_prompt
         # Remote environments may be slow to open, so they are opened before the engine has a place for the episode.
@@ -115,7 +116,7 @@ class Rollout:
         if self.environment.most_open:
             room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
-        # All ranks of the engine must make the same calls of the queue, even to take no group.
+        # All ranks of the engine must make the same calls of the queue, even when they take no group.
         for place in self.queue.take(room - len(taken)):
             taken.append(self.plan.group(place))
             self.begun = place + 1

@@ -28,7 +28,7 @@ class PromptGroup:
     born: int
     """Step in which the prompt was drawn; in an evaluation, the constant `evaluation.EVALUATION`."""
     episodes: list[Episode]
-    """Episodes in the order of their samples. The greedy one, if there is one, is the last."""
+    """Episodes in the order of their samples. The greedy episode, if there is one, is the last."""
 
     @property
     def done(self) -> bool:
@@ -90,7 +90,7 @@ class RolloutPlan:
     """Key of the random draws of this rollout: the run's seed, and the step or a constant."""
     version: int
     max_new_tokens: int
-    """Most new tokens of all turns of an episode, including observations."""
+    """Maximum number of new tokens of all turns of an episode, including observations."""
     temperature: float
     top_p: float = 1.0
     assignment: str = "queue"
@@ -101,7 +101,7 @@ class RolloutPlan:
     bad_sample: str = "stop"
     """Treatment of a sample with a logp or reward that is not finite: an error (`stop`), or the reward nan (`skip`)."""
     enough: int = 0
-    """Number of completed groups over all engines at which the other groups are cut short. 0: complete all groups."""
+    """When this many groups are completed over all engines, the other groups are cut short. 0: complete all groups."""
     least: int = 1
     """A group counts towards `enough` if the environments of at least this many of its samples did not fail."""
     carried: list[PromptGroup] = field(default_factory=list)
@@ -109,20 +109,19 @@ class RolloutPlan:
     carried_by: list[int] = field(default_factory=list)
     """Number of carried groups of each engine; empty: no engine has any."""
     turn_tokens: int = 0
-    """Most tokens of one response; 0: no limit."""
+    """Maximum number of tokens of one response; 0: no limit."""
     in_order: bool = False
     """True if the engine waits for all pending observations before each step and gets requests sorted by (position,
     sample). Timing then affects neither the engine's batches nor the choice of episodes to cut short."""
     keeps_cut: bool = False
     """True if another step continues groups that are cut short."""
     must_end: int = -1
-    """Number of a step. Groups that were begun in that step or earlier are always completed, regardless of `enough`.
-    -1: no groups."""
+    """Groups that were begun in this step or earlier are always completed, regardless of `enough`. -1: no such step."""
     may_end: Callable[[], bool] | None = None
     """Function that is called between steps of the engine and of the grading; if it returns True, the rollout is
     abandoned."""
     keeps_graded: bool = False
-    """True if an abandoned rollout still returns the groups that were graded before."""
+    """True if an abandoned rollout still returns the groups that were graded before it was abandoned."""
 
     @property
     def requests_per_prompt(self) -> int:
@@ -141,11 +140,11 @@ class RolloutPlan:
         return failed[: self.samples].count(False) >= self.least and not any(failed[self.samples :])
 
     def room(self, episode: Episode) -> int:
-        """Return the most tokens that may still be added to an episode."""
+        """Return the maximum number of tokens that may still be added to an episode."""
         return self.max_new_tokens - episode.generated
 
     def room_of_turn(self, episode: Episode) -> int:
-        """Return the most tokens that may still be added to the current response."""
+        """Return the maximum number of tokens that may still be added to the current response."""
         room = self.room(episode)
         return min(room, self.turn_tokens - len(episode.response)) if self.turn_tokens else room
 

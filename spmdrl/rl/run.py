@@ -53,7 +53,7 @@ class Run(JobRun[Config]):
     tokenizer: Any
     prompts: PromptSet
     experts_width: int
-    """Number of columns with experts in a batch, under routing replay; 0: no replay."""
+    """Number of columns of `token["experts"]` in a batch under routing replay; 0 without routing replay."""
     method: "PolicyGradient" = field(init=False)
     """The learning method, which is created after the run."""
     timeouts_seen: int = 0
@@ -101,7 +101,7 @@ class Run(JobRun[Config]):
             raise PreemptedError(step, what, abandoned=True)
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:
-        """Do the work of a rank that does not train, while others train. Collective over the ranks of its role.
+        """Do the work of a rank that does not train, while other ranks train. Collective over the ranks of its role.
 
         The rank samples later steps or runs the frozen models. The metrics of sampling are added later, by `log`.
         """
@@ -136,7 +136,7 @@ class Run(JobRun[Config]):
                 evaluation.show(self._rows(0, mine or []))
 
     def judge(self) -> None:
-        """Add the reward model's scores if an evaluation needs them. Collective over all ranks."""
+        """If an evaluation waits for the reward model, add its scores. Collective over all ranks."""
         if self.evaluation.to_judge is not None:
             with self.timer("eval"):
                 self.evaluation.judge()
@@ -286,7 +286,7 @@ class PolicyGradient:
         return batch, score(batch, run.models, run.algo, run.cfg, run.peers)
 
     def answer(self, batch: Batch) -> Metrics:
-        """Run the frozen models on a rank that does not train, together with the `score` of other ranks. Collective."""
+        """Run the frozen models on a rank that does not train, while the other ranks run `score`. Collective."""
         serve(batch, self.run.models, self.run.algo, self.run.cfg.rollout.temperature)
         return Metrics()
 

@@ -22,7 +22,7 @@ from spmdrl.tracking.metrics import Timer
 
 @dataclass
 class Sampler:
-    """Samples the steps of a run, on a rank that has an engine. Methods are collective over the ranks that sample.
+    """Samples the experience of a run on a rank with an engine. Methods are collective over the ranks that sample.
 
     Experience may be sampled up to `staleness` steps in advance: step k is sampled with the weights at the start of
     step max(k - staleness, first step of the run).
@@ -66,7 +66,7 @@ class Sampler:
         return self.ready.popleft()
 
     def look_ahead(self, step: int, version: int) -> None:
-        """Sample all later steps that may be sampled with the weights of this step."""
+        """Sample all later steps that `--rollout.staleness` allows to sample with the weights of this step."""
         while self.step <= step + self.cfg.rollout.staleness and self.step < self.cfg.run.steps:
             self._next(version)
 
@@ -135,7 +135,7 @@ class Sampler:
         timer: defaults to the run's timer.
 
         Raises:
-            AbandonedError: the rollout was interrupted, and not `plan.keeps_graded`. Every rank that samples raises it.
+            AbandonedError: a rollout without `plan.keeps_graded` was interrupted. Every rank that samples raises it.
             StaleEngineError: the engine has other weights than `plan.version`.
             RewardError: a grading failed.
             ValueError: the engine reported a logp that is not finite, and `plan.bad_sample` is `stop`.

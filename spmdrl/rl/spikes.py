@@ -25,7 +25,7 @@ from spmdrl.spmd.world import World
 FILE = "spike.json"
 """Name of the file with facts about the step."""
 NAMES = ("step", "model", "share", "updates_done", "on_policy", "algorithm")
-"""Keys that this file must have, in addition to `norm`, `median` and `files`."""
+"""Keys that `spike.json` must have, in addition to `norm`, `median` and `files`."""
 
 
 class Spikes:
@@ -60,7 +60,7 @@ class Spikes:
                 self.guards[name].restore(facts)
 
     def keep(self, model: str, seen: AnomalousStep) -> str:
-        """Write this rank's part of a step; return how to inspect it. Collective over the ranks that train."""
+        """Write this rank's part of a step; return text that says how to inspect it. Collective (ranks that train)."""
         name = f"step_{self.step:06d}" + (f"_update_{seen.share}" if seen.share else "")
         place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
         holders = self.world.holders[:, 0].tolist()
@@ -110,7 +110,7 @@ def read(place: Path) -> tuple[dict, Batch]:
     try:
         facts = json.loads((place / FILE).read_text(encoding="utf-8"))
         if "unmoved" in facts:
-            # Older runs call this key `unmoved`.
+            # Older versions of this program wrote this key as `unmoved`.
             facts["on_policy"] = facts.pop("unmoved")
         files = [str(name) for name in facts["files"]]
         facts |= {name: math.nan if facts[name] is None else float(facts[name]) for name in ("norm", "median")}

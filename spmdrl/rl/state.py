@@ -45,7 +45,7 @@ class RunState:
         # No step has adapted the coefficients yet, so these are the values from the settings.
         self.begun_with = dict(algo.state)
         self.draws = 0
-        """Number of prompts drawn for the steps that were learnt from."""
+        """Number of prompts that were drawn for the finished steps."""
 
     def state(self) -> dict[str, Any]:
         """Implements `Kept.state`."""
@@ -84,7 +84,7 @@ class RankState:
         # All ranks of an engine have the same groups, and only its first rank has the episodes.
         leads = world.samples and world.engine_tp_rank == 0
         return {
-            # leaders: the first ranks of the engines.
+            # `leaders` lists the first rank of each engine.
             "layout": {"size": world.size, "leaders": list(samplers[:: self.cfg.engine_ranks])},
             "settings": self._settings(),
             "ahead": {
@@ -171,7 +171,7 @@ class RankState:
             parts = [experience(tree) for tree in same_step]
             episodes = [e for part in parts for e in part.episodes]
             kept = set(sorted({e.position for e in episodes})[share::shares])
-            # Bad samples are summed over ranks, so one rank gets them all. `drawn` and metrics were equal on all ranks.
+            # `Run._count` sums bad samples over ranks, so one gets all. `drawn` and metrics were equal on all ranks.
             bad = sum(part.bad_samples for part in parts) if leads and not share else 0
             mine = [e for e in episodes if leads and e.position in kept]
             ready.append(Experience(mine, parts[0].drawn, [], bad, parts[0].stats))
@@ -216,7 +216,7 @@ def fields_of(x: Any) -> dict:
 
 
 def episode_tree(e: Episode) -> dict:
-    """Return an episode as a tree. No rollout may be sampling it.
+    """Return an episode as a tree. The episode must not be part of a running rollout.
 
     Its conversation is under the key `talk`, as JSON values.
     """

@@ -65,7 +65,7 @@ def teacher_prompts(
 
 
 class EngineTeachers:
-    """Teachers in this rank's engine. When a step is sampled, their weights temporarily replace the student's."""
+    """Teachers in this rank's engine. After a step is sampled, their weights temporarily replace the student's."""
 
     def __init__(self, run: Run):
         """Open the teachers' folders.
@@ -109,7 +109,7 @@ class EngineTeachers:
 
 
 def _requests(batch: Batch, read_B: torch.Tensor) -> list[ScoreRequest]:
-    """Return requests for the trained tokens of the chosen sequences; these are the last tokens of a sequence."""
+    """Return scoring requests for the chosen sequences, whose last tokens are the trained ones."""
     lengths, out = batch.lengths.tolist(), []
     rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), read_B.tolist(), strict=True)
     for tokens_L, mask_L, wanted in rows:

@@ -34,7 +34,7 @@ class CallReader:
     ends: Collection[int]
     """Tokens that end a turn."""
     turn_tokens: int
-    """Most tokens of a turn. A turn that reaches this number is sent to the environment unfinished. 0: no limit."""
+    """Maximum number of tokens of a turn, at which the turn is sent to the environment unfinished; 0: no limit."""
 
     def of(self, episode: Episode) -> dict[int, Calls]:
         """Return the calls of each turn that has calls, by the index of the last sampled segment of the turn."""

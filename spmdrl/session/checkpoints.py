@@ -20,7 +20,7 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 
 class Kept(Protocol):
-    """Interface of the state of a job that is equal on all ranks, apart from its models."""
+    """Interface of the part of a job's state that is equal on all ranks. Models are saved separately."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as a dict of JSON values."""
@@ -32,7 +32,7 @@ class Kept(Protocol):
 
 
 class RankKept(Protocol):
-    """Interface of the state of a job that differs between ranks, such as random number generators."""
+    """Interface of the part of a job's state that differs between ranks, such as random number generators."""
 
     def tree(self) -> dict:
         """Return this rank's state between two steps, in the form that `checkpoint/treefile.py` describes."""
@@ -79,7 +79,7 @@ class Checkpoints:
         self.rank_files = rank_files(found)
         self.saver.resumed()
         if session.world.is_first and state.get("wandb") and not wandb_id(session.folder):
-            # The checkpoint was moved to a folder without the id of the W&B run, so the id is stored in it.
+            # The checkpoint was moved to a folder without the id of the W&B run, so the id is stored there.
             keep_wandb_id(session.folder, state["wandb"])
         session.note(f"resumed from {found}: step {state['step']}")
         return state["step"]

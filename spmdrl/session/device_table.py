@@ -7,7 +7,7 @@ engine sleeps before the trainer comes back. Under split placement, a rank has e
 is moved.
 
 A frozen judge on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before the policy
-samples again, `restore` pushes its weights by the same moves that begin a phase, so that the peak does not grow.
+samples again, `restore` pushes the policy's weights by the moves that begin a phase, so the peak does not grow.
 """
 
 import logging
@@ -243,8 +243,8 @@ class Memory:
     def metrics(self) -> dict[str, float]:
         """Return memory in GiB for the step's log: each owner's maximum over all snapshots, and the measured peak.
 
-        On a GPU, another number is the memory in use that has no owner, such as CUDA's context and graphs and NCCL's
-        buffers. The names are equal on all ranks.
+        On a GPU, `memory/unaccounted_gib` is the memory in use that has no owner, such as CUDA's context and graphs and
+        NCCL's buffers. The names are equal on all ranks.
         """
         self._border("logged")
         border, self.peak = self.phases["logged"], 0

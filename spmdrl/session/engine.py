@@ -15,7 +15,7 @@ from spmdrl.session.session import Session
 
 @contextmanager
 def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
-    """Offload models as for a rollout inside this context, while an engine is built and put to sleep.
+    """Inside this context, keep models offloaded as in a rollout, while an engine is built and put to sleep.
 
     vLLM refuses to start if its configured share of the device's memory is not free.
     """

@@ -34,7 +34,7 @@ EXACT = 1e-3
 """Largest allowed difference in log p of a token in float32 and float64; correct models differ by at most 1e-4."""
 ROUNDED = 0.3
 """Largest allowed mean difference in log p in 16-bit types; correct models show 0.02 to 0.04, and up to 0.6 at a
-token."""
+single token."""
 
 
 def _excluded(cfg: Config, world: World) -> str:

@@ -19,11 +19,11 @@ def three_flags(
     training: int,
     shared: bool,
 ) -> list[str]:
-    """Return the three flags that would free most memory, the best one first.
+    """Return the three flags that would free the most memory, the best one first.
 
     Args:
         cfg: the run's settings.
-        world: its ranks.
+        world: the run's ranks.
         phase: `rollout` or `training`.
         held: bytes on the rank's device by owner, such as `policy parameters`.
         engine: bytes of the engine's `KV cache` and `engine weights` while it is awake; empty without an engine.

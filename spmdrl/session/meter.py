@@ -15,7 +15,7 @@ class Meter:
         self.lap()
 
     def lap(self) -> tuple[int, int]:
-        """Return the bytes in use, and the most bytes in use since the last call.
+        """Return the bytes in use now, and the peak of the bytes in use since the last call.
 
         On a CPU this is the resident memory of the process, including Python and its libraries. On a GPU it is the used
         memory of the device without torch's unused cache, but including CUDA's context and graphs, NCCL's buffers and

@@ -77,7 +77,7 @@ class JobRun(Generic[C]):
         return stats.reduce(lambda x, op: all_reduce(x, op, group), device)
 
     def checkpoint(self, step: int) -> None:
-        """Agree on the finished step, save if a checkpoint is due, and leave on a preemption. Collective."""
+        """Check that all ranks agree after a step, save if that is due, and leave on a preemption. Collective."""
         self.checkpoints.step_done(step, self.held())
 
     def held(self) -> dict[str, int]:
@@ -85,7 +85,7 @@ class JobRun(Generic[C]):
         return {"version": self.policy.version}
 
     def leave(self, left: PreemptedError) -> None:
-        """Save a checkpoint before the job leaves at a preemption, unless it is saved already. Collective."""
+        """Save a checkpoint of the last step before the job ends at a preemption, unless one is saved. Collective."""
         self.checkpoints.leave(left)
 
     def finish(self) -> None:

@@ -58,7 +58,7 @@ class Route:
 
     def __post_init__(self):
         self.counted: dict[str, list[tuple[Box, Box]]] = {}
-        """(box whose checksum is compared, box of the complete tensor), listed by the name of the tensor."""
+        """Name of a tensor -> list of (box whose checksum is compared, box of the complete tensor)."""
         for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
             if counted:
                 self.counted.setdefault(self.entries[i].name, []).append((box, self.entries[i].box))
@@ -84,7 +84,7 @@ class Transfer:
     ):
         """policy: the source, None on ranks that do not train. engine: the target, None on ranks that do not sample.
 
-        dtype: type of the engine's weights. bucket_bytes: most bytes of tensors that are sent together. parts: the
+        dtype: type of the engine's weights. bucket_bytes: maximum number of bytes that are sent together. parts: the
         parts of a policy that the engine needs. All parts but the last are pushed only if an engine has no weights yet.
         """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
