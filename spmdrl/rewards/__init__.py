@@ -12,7 +12,7 @@ judge.py            rewards from a language model as a judge; judge_verdict.py w
 code.py             rewards of programs by tests in the sandbox; code_tests.py reads a row's tests and compares outputs;
                     programs.py finds the program in a response
 math.py             the reward of mathematical answers: finds, normalises and compares them; symbolic.py parses an
-                    answer to an expression, latex.py unifies spellings, units.py splits off the unit
+                    answer into an expression, latex.py unifies spellings, units.py splits off the unit
 text.py boxed.py choice.py numeric.py qa.py    the other built-in rewards; text.py has helpers of all text graders
 trial.py            tries a reward on right and wrong answers; __main__.py is the command and its report
 """

@@ -140,7 +140,8 @@ def _undeserving(found: Trial) -> list[str]:
         least |= {i: min(score, least.get(i, score)) for i, score in row.by_prompt.items()}
 
     def as_much(i: int, score: float) -> bool:
-        # If the right answer has the lowest score of its row, `_not_best` reports it, so it does not count here.
+        # If even the right answer has the lowest score of its row, `_not_best` reports that row, and wrong answers with
+        # the same score do not count here.
         return score >= best.get(i, 1.0) and (is_right(score) or score > least[i])
 
     for row in found.garbage:

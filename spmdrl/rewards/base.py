@@ -9,7 +9,7 @@ from spmdrl.config.user_code import printable
 from spmdrl.data.scores import as_score, describe
 
 NAMED = 10
-"""Most ungraded responses that each rank names in its log; further ones are only counted."""
+"""Maximum number of ungraded responses that each rank names in its log; further ones are only counted."""
 log = logging.getLogger("spmdrl")
 
 
@@ -19,8 +19,8 @@ class RewardInput:
 
     data_source: str
     solution: str
-    """Text of the response without the prompt; built-in rewards grade it. If `--data.prefill` leaves the mark of an
-    answer open, such as `#### `, the text begins with that mark."""
+    """Text of the response without the prompt; built-in rewards grade it. If `--data.prefill` opens an
+    answer, as `#### ` does, the text begins with the prefill from that mark on."""
     ground_truth: object
     extra: dict = field(default_factory=dict)
     prompt: str | list = ""
@@ -53,8 +53,8 @@ class Reward:
     score: float
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
-    """True if the grading took too long and was stopped. The score is 0, and the parts that other
-    samples have count as 0."""
+    """True if the grading took too long and was stopped. The score is 0. There are no parts;
+    each part that other samples have counts as 0 for this sample."""
     applies: bool = True
     """False if the function does not apply to this row (a function in TRL's form returned None); the score is 0."""
     ungraded: str = ""
@@ -97,7 +97,7 @@ class Grader:
     wants_groups = False
     """True if the responses of a group must be submitted together, in the order of their samples."""
     on_engine = False
-    """True if the run's engine does a part of the grading, which happens only in `drain`."""
+    """True if the run's engine does a part of the grading. It does so only in `drain`."""
 
     def __init__(self, name: str):
         """Create a grader. name: name of the reward in messages."""
@@ -115,12 +115,12 @@ class Grader:
         raise NotImplementedError
 
     def poll(self) -> list[tuple[object, Reward]]:
-        """Return the results since the last call, without waiting. Raises RewardError."""
+        """Return the results that arrived since the last call, without waiting. Raises RewardError."""
         self._turn(0.0)
         return self._results()
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """Wait for the results of all submitted responses and return the results since the last call.
+        """Wait for the results of all submitted responses; return the results that arrived since the last call.
 
         stop: called about once a second; the wait ends early if it returns True. Raises RewardError.
         """

@@ -125,10 +125,10 @@ def boxed(item: RewardInput) -> Reward:
 
 
 def _line(text: str) -> str:
-    """Return the content of the first `$...$` of a line, without boxes and commands of `_UNWRAPPED`."""
+    """Return the first `$...$` of a line, else the line, without a box and the commands of `_UNWRAPPED` around text."""
     dollars = text.split("$", 2)
     if len(dollars) == 3:
-        # Keep the dollar signs until `_dapo_form` has added braces, because a sign may end up within braces.
+        # Keep the dollar signs until `_dapo_form` has added braces, because a dollar sign may end up within braces.
         text = f"${dollars[1]}$"
     for command in _UNWRAPPED:
         end = text.rfind("}") + 1  # text after the last brace cannot match, and searching it would take quadratic time

@@ -2,7 +2,7 @@ r"""The reward of multiple-choice questions, whose answer is one letter.
 
 The letter may be written as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or be the complete response. The
 first three forms are marked answers: they take precedence over a letter in parentheses. Of several answers, the last
-counts. An answer that also lists other letters counts as no letter, so that naming all of them does not pay.
+counts. An answer that also lists other letters is wrong, so that naming all of them does not pay.
 """
 
 import re
@@ -12,7 +12,7 @@ from spmdrl.rewards.boxed import last_box
 from spmdrl.rewards.text import ADVICE, truth_text
 
 TAIL = 2000
-"""An answer is searched only in this many characters at the end of a response."""
+"""Number of characters at the end of a response in which the answer is looked for."""
 _WRAPPING = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|it)?|mbox|left|right)(?![A-Za-z])|\\[()\[\] ,;!]|[$*_`{}]")
 _MARK = re.compile(
     r"(?i)\b(?:answer|option|choice)[*_`]{0,4}\s{0,3}(?:(?:is|(?:would|should|must|will)\s{1,3}be)"

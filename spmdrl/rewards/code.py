@@ -73,7 +73,7 @@ class CodeGrader:
         return f"programs run in {self.service.name if self.service else self.sandboxes[0].name}"
 
     def may_take(self, item: RewardInput) -> float:
-        """Return the maximum seconds of a grading: the time limit of its programs plus restarts of the sandbox."""
+        """Return the maximum seconds of a grading: the time limits of all attempts and the starts of sandboxes."""
         return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)
 
     def __call__(self, item: RewardInput) -> Reward:

@@ -33,7 +33,7 @@ BAD_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 """Errors that `ast.parse` raises for text that it cannot parse."""
 FORMS = 'inputs and outputs, test_list, assert_case, test with entry_point, or a list of {"input", "output"}'
 TOLERANCE = 1e-6
-"""Maximum difference from an expected number that is not an integer, relative to the larger of both numbers and 1."""
+"""Maximum difference from an expected number that is not an integer, relative to the largest of |a|, |b| and 1."""
 _DIGITS = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 LONGEST_NUMBER = 400
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of one task: on standard input and output, of calls of a function, or as Python code."""
+    """Tests of one task: inputs and outputs of a program, calls of a function, or Python code."""
 
     cases: tuple[Case, ...] = ()
     """Tests of calls if `name` is set, otherwise of standard input and output."""
@@ -183,7 +183,7 @@ def _texts(value: object, key: str) -> tuple[str, ...]:
 
 
 def _lines(value: object) -> str:
-    """Return a text unchanged, or join a list of lines, which some rows of APPS have, to a text."""
+    """Return a text unchanged, or join a list of lines, which some rows of APPS have, into a text."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return value if isinstance(value, str) else str(value)
@@ -250,7 +250,7 @@ def _close(a: float, b: float) -> bool:
 
 
 def same_answer(found: Any, wanted: Any) -> bool:
-    """Return whether a call returned the expected value. APPS wraps it in a list, whose only item is accepted too."""
+    """Return whether a call returned the expected value, or the only item of an expected list (a form of APPS)."""
     return _same_value(found, wanted) or (
         isinstance(wanted, list) and len(wanted) == 1 and _same_value(found, wanted[0])
     )
@@ -264,7 +264,7 @@ def _same_value(found: Any, wanted: Any) -> bool:
     if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
         return len(found) == len(wanted) and all(map(_same_value, found, wanted))
     if isinstance(found, dict) and isinstance(wanted, dict):
-        # Compare integer keys as text, because JSON has no other keys.
+        # Compare integer keys as text, because all keys of JSON are text.
         mine, theirs = ({_key(key): value for key, value in x.items()} for x in (found, wanted))
         return mine.keys() == theirs.keys() and all(_same_value(mine[key], theirs[key]) for key in mine)
     if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):

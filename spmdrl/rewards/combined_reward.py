@@ -64,7 +64,8 @@ class CombinedReward(Grader):
             self._turn(0.0)
             return False
 
-        # A grader on the engine needs all ranks of the engine at once, so all ranks run these graders first, in order.
+        # A grader on the engine needs all ranks of the engine at once, so all ranks drain these graders first, in the
+        # same order.
         for term in self.terms:
             if term.grader.on_engine:
                 self._take(term, term.grader.drain(others))

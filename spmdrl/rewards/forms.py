@@ -4,8 +4,8 @@ verl:        compute_score(data_source, solution_str, ground_truth, extra_info, 
 verl, batch: compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list
 TRL:         reward(prompts, completions, **columns) -> list, None for a row to which it does not apply
 
-The form is recognised by the names of the parameters. Any function may be `async`. A function of lists receives lists
-of one item, because each response is graded separately as soon as it ends.
+The form is recognised by the names of the parameters. Any function may be `async`. A function of lists is called with
+lists of one item, because each response is graded separately as soon as it ends.
 """
 
 import asyncio

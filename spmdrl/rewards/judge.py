@@ -23,7 +23,7 @@ log = logging.getLogger("spmdrl")
 
 @dataclass(eq=False)
 class Case:
-    """Unanswered questions that count only if all of them are answered."""
+    """A set of questions that counts only if all of them are answered."""
 
     key: object
     response: object
@@ -78,7 +78,7 @@ class Asker:
         self._begin(case)
 
     def poll(self) -> list[tuple[object, Answer]]:
-        """Return the answers since the last call, without waiting. Raises RewardError."""
+        """Return the answers that arrived since the last call, without waiting. Raises RewardError."""
         done, self._done = self._done, []
         return done
 
@@ -121,7 +121,7 @@ class _Group:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     """The two responses of each case, as indices into the group; (0, 0) for a single response."""
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
-    """Answer to each case by its pair: for both orders of two responses, or for the single response."""
+    """Answer to each case, by the pair of the case in `pairs`. The answer for two responses covers both orders."""
 
 
 class Judge(Grader):
@@ -214,9 +214,9 @@ def _reward_of(answer: Answer, scale: int) -> Reward:
 def pairs_of(group: int, compare: int) -> list[tuple[int, int]]:
     """Return the pairs of responses to compare, as indices into the group. All responses have equally many opponents.
 
-    group: number of responses. compare: wanted opponents of each response. If `compare` is at least `group` - 1, the
-    result has all pairs. Otherwise the responses form a ring in the order of their samples, and each is compared with
-    its nearest neighbours on both sides. For an odd `compare` it is also compared with the response opposite. In a
+    group: number of responses. compare: wanted number of opponents of each response. If it is at least `group` - 1,
+    the result has all pairs. Otherwise the responses form a ring in the order of their samples, and each is compared
+    with its nearest neighbours on both sides. For an odd `compare` it is also compared with the response opposite. In a
     group of odd size no response is opposite, so each has one opponent fewer, or two neighbours if `compare` is 1.
     """
     if compare >= group - 1:

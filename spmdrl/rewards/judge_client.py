@@ -119,7 +119,8 @@ class Client:
         clock: threading.Timer | None = None
         try:
             connection.connect()
-            # Keep the socket, because the connection drops it early if the server closes after its answer.
+            # Keep a reference to the socket: if the server ends the connection after its answer, http.client drops its
+            # own reference before the answer is read.
             sock = connection.sock
             assert sock is not None, "connected above"
             with self._lock:

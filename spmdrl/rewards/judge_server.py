@@ -75,7 +75,7 @@ class Server(Asker):
 
     def _take(self, patience: float) -> None:
         """Receive verdicts from the threads; wait up to `patience` seconds for the first verdict."""
-        # Report progress to the watchdog while waiting. The wait must end, because each request has a timeout.
+        # Report progress to the watchdog while waiting. This cannot hide a hang, because each request has a timeout.
         tick()
         until = time.monotonic() + patience
         while not self._failure:

@@ -210,7 +210,7 @@ def clean(text: str) -> str:
 
 
 def content_of(answer: bytes) -> str:
-    """Return the text of a chat completion. Raises BadVerdictError if it is not one with a single choice."""
+    """Return the text of a chat completion. Raises BadVerdictError if there is no text or not a single choice."""
     try:
         choices = json.loads(answer)["choices"]
         (choice,) = choices

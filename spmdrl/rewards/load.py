@@ -102,9 +102,10 @@ def check_ungraded(
 ) -> None:
     """Check that not more samples are left out than `--reward.max-ungraded` allows. Raises RewardError.
 
-    ungraded: number of samples without a score. group: number of samples per prompt. Unless the setting is 0, that many
-    may always be left out, so that one unreadable row does not stop a small run. env: value of `--env`; environments
-    may also fail or begin with a prompt that is too long. why: the environment's reason for the first sample, if known.
+    ungraded: number of samples without a score. group: number of samples per prompt. Unless the setting is 0 or
+    there is only one prompt, the samples of one prompt may always be left out, so that one unreadable row does not stop
+    a small run. env: value of `--env`; if set, the message also names failures of the environment as a cause. why: the
+    environment's reason for the first sample, if known.
     """
     one_row = group if cfg.max_ungraded and group < samples else 0
     if ungraded > max(cfg.max_ungraded * samples, one_row):

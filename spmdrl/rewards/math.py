@@ -179,6 +179,6 @@ def math_reward(item: RewardInput) -> Reward:
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
     """Return the reward after its slow imports and a first parse, which must not count as time of the first grading."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns in each call that its time limits are off
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else each call warns that its time limits are off
     _equal(r"\frac{1}{2}", "x+1", "line")
     return math_reward

@@ -16,7 +16,7 @@ from spmdrl.rewards.text import ADVICE, SIGNS, truth_text
 TOLERANCE = 1e-6
 """Default relative tolerance."""
 TAIL = 1000
-"""Numbers are searched only in this many characters at the end of a text."""
+"""Number of characters at the end of a text in which its last number is looked for."""
 MOST_DIGITS = 9
 """Maximum number of digits of an exponent; a number with a longer one is never right."""
 _PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"

@@ -28,7 +28,7 @@ class Worker(Process):
     queue: deque[int] = field(default_factory=deque)
     """Ids of sent requests without an answer so far, in order; the worker may be grading the first."""
     started: float | None = None
-    """Start time of the running grading (time.monotonic()), or None."""
+    """Start time of the running grading (time.monotonic()); None between gradings."""
     may_take: float = 0.0
     """Maximum seconds of the running grading if its reward has time limits of its own, else 0."""
 

@@ -9,7 +9,7 @@ _FENCE = re.compile(
 )
 """A line that opens or closes a fenced block, which may be in a list item or a quote."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
-"""A response without a block that begins with one of these is a complete program, not a continuation of the prompt."""
+"""If a response without a block begins with one of these, it is a complete program and does not continue the prompt."""
 _PYTHON = ("python", "python3", "py")
 
 

@@ -67,7 +67,7 @@ class Route:
         return "; ".join(filter(None, (getattr(each, "note", "") for each in self._loaded.values())))
 
     def needs(self, item: RewardInput) -> bool:
-        """Return whether the row's reward has to be loaded first; that time does not count as time of the grading."""
+        """Return whether the row's reward has to be loaded first; loading does not count as time of the grading."""
         name = self._name(item)
         return bool(name) and name not in self._loaded
 

@@ -180,7 +180,7 @@ def _names(expression: Any, folded: bool = False) -> set[str]:
 
 
 def _near(a: Any, b: Any) -> bool:
-    """Return whether two numbers, of which at least one is a decimal, are equal except for rounding.
+    """Return whether two numbers are equal except for rounding. The result is False if neither is a decimal.
 
     Tuples are compared entry by entry.
     """

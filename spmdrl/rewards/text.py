@@ -84,7 +84,7 @@ def closing(text: str, start: int = 0, braces: re.Pattern = _BRACES) -> int | No
 
 
 def none(item: RewardInput) -> Reward:
-    """Return 0 for every response. For runs in which only a reward model or a teacher scores responses."""
+    """Return 0 for every response. It is for runs in which only a reward model or a teacher scores responses."""
     return Reward(0.0)
 
 

@@ -88,7 +88,7 @@ class Trial:
         return _most([row for row in self.garbage if not row.kind.startswith(OTHER)])
 
     def best_shares(self) -> dict[str, tuple[int, float]]:
-        """Return, by source, how many prompts had a graded right answer, and the share in which it scores best."""
+        """Return, by source, how many prompts have a graded right answer, and for what share it scores best."""
         best, most = self.best(), self.undeserved()
         out = {}
         for source in dict.fromkeys(self.sources.values()):

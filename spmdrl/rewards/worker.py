@@ -49,7 +49,7 @@ def _error(e: BaseException) -> dict:
 
 
 def main() -> None:
-    """Load the function and grade the requests on stdin until it ends."""
+    """Load the function, and grade the requests on stdin until stdin ends."""
     die_with(int(sys.argv[1]))
     request_pipe, answers = take_pipes()
     requests = os.fdopen(request_pipe, "r", encoding="utf-8")

@@ -8,7 +8,7 @@ preference.py    builds preference learning; computes log p of the reference bef
 reward_model.py  builds the training of a reward model
 rows.py          draws and encodes the rows of each step
 encoder.py       turns a row into tokens with a loss mask
-stored.py        writes and reads files of numbers for the tokens of the rows
+stored.py        writes and reads files of numbers, such as log p, for the tokens of rows
 teacher.py       writes a teacher's most likely tokens into files
 stored_teacher.py  reads a teacher's files during training, instead of running the teacher
 pair_encoder.py  turns a row of preference data into sequences

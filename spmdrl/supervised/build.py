@@ -1,4 +1,4 @@
-"""Builds a supervised job on every rank. `sft.py`, `preference.py` and `reward_model.py` give its models and loss."""
+"""Builds a supervised job on every rank, with models and loss of `sft.py`, `preference.py` or `reward_model.py`."""
 
 import hashlib
 import json
@@ -35,20 +35,20 @@ from spmdrl.supervised.run import SupervisedRun
 
 @dataclass
 class Start:
-    """What a job needs to encode rows. It is available before the models are built."""
+    """The tokenizer, length limit and encoder of a job, which are available before the models are built."""
 
     folder: Path
     """Folder of the model, from which the tokenizer was read."""
     tokenizer: Any
     longest: int
-    """Most tokens that a sequence may have."""
+    """Maximum number of tokens of a sequence."""
     encode: Encode
 
 
 def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
     """Read the tokenizer and the length limit of the model, and build the encoder.
 
-    encoder: (tokenizer, most tokens that a sequence may have) -> encoder of the rows.
+    encoder: function (tokenizer, maximum number of tokens of a sequence) -> encoder of the rows.
     """
     trust = cfg.model.trust_remote_code
     tokenizer, longest = load_tokenizer(folder, trust), min(cfg.data.max_tokens, context_length(folder, trust))
@@ -56,7 +56,7 @@ def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Enc
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
-    """Build the model that is trained. share: whether common prompts of sequences are computed once. Collective."""
+    """Build the model that is trained. Collective. share: whether a prompt of several sequences is computed once."""
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
@@ -126,8 +126,8 @@ def assemble(
 ) -> SupervisedRun:
     """Build a job from its rows, models and loss. Collective over all ranks.
 
-    pack: (sequences of this rank, number of the step, or MEASURE for an evaluation) -> batch. known: computes columns
-    of tokens before the models are built; None: the job needs no such columns. prompts_of: selects the held-out
+    pack: (sequences of this rank, number of the step, or MEASURE for an evaluation) -> batch. known: computes numbers
+    for tokens before the models are built; None: the job needs no such numbers. prompts_of: selects the held-out
     sequences whose beginnings are the prompts of `--generate`; None: the last sequence of each row. A prompt consists
     of the tokens before the last trained part of its sequence.
     """
@@ -220,7 +220,7 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
 
 
 def digest(cfg: SupervisedConfig) -> str:
-    """Return a hash of the names and sizes of `--data.train`. A resume compares it to detect a changed file."""
+    """Return a hash of the sources of `--data.train` and their file sizes. A resume uses it to find a changed file."""
     sources = []
     for spec in cfg.data.train:
         path = Path(split_weight(spec)[0]).expanduser()

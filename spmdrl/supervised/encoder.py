@@ -30,12 +30,12 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes rows as the settings of `--data` say."""
+    """Encodes rows by the settings of `--data`."""
 
     def __init__(self, data: SupervisedDataConfig, tokenizer: Any, longest: int, train_on: str = "assistant"):
         """Prepare the chat template and the columns.
 
-        longest: most tokens that a sequence may have. train_on: the value of `--sft.train-on`.
+        longest: maximum number of tokens of a sequence. train_on: the value of `--sft.train-on`.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
@@ -128,7 +128,7 @@ class Encoder:
     def _trained(self, example: Example) -> set[int]:
         """Return the indices of the messages that are trained.
 
-        If a message has a field that says whether it is trained, the field overrides `--sft.train-on`.
+        A field of a message that sets whether it is trained overrides `--sft.train-on`.
         """
         assert example.dialogue
         turns = [i for i, message in enumerate(example.dialogue.messages) if message["role"] == "assistant"]
@@ -136,10 +136,10 @@ class Encoder:
         return {i for i in turns if own[i] or (own[i] is None and (self.train_on != "last" or i == turns[-1]))}
 
     def fitted(self, out: Encoded) -> Encoded:
-        """Truncate or drop sequences that are too long; `--data.too-long` says which.
+        """Truncate or drop sequences that are too long, depending on `--data.too-long`.
 
         Raises:
-            RowError: no trained token of the row is left.
+            RowError: truncation leaves no trained token of the row.
         """
         longest, kept = self.longest, []
         for sequence in out.sequences:

@@ -39,7 +39,8 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
     """Return the settings with `--run.steps` set to the number of steps of the epochs, if it is 0.
 
     Raises:
-        ValueError: the number of rows is unknown.
+        ValueError: the number of rows is unknown; or `--checkpoint.best` needs an evaluation, but no evaluation before
+            the last step measures a saved checkpoint.
     """
     if cfg.run.steps:
         return cfg

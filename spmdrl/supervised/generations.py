@@ -18,7 +18,7 @@ from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.seeds import seed_for
 
-ANSWERS = 0x5F7  # It is a part of each answer's seed, so that answers share no seed with other draws of the job.
+ANSWERS = 0x5F7  # This part of each answer's seed keeps it different from the seeds of other random draws.
 
 
 class Generations:

@@ -19,7 +19,7 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class PairEncoder:
-    """Encodes rows as the settings of `--data` say. Each side of a pair, or each labelled response, is one sequence."""
+    """Encodes rows by the settings of `--data`. Each side of a pair, or each labelled response, is one sequence."""
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
         """Read the settings.
@@ -63,7 +63,7 @@ class PairEncoder:
             for sequence in out.sequences:
                 sequence.numbers["margin"] = found.margin
         for example in self._mismatched(found, before) if before else []:
-            with suppress(ValueError):  # an example that fails, for example by its length, is left out of the mean
+            with suppress(ValueError):  # an example that cannot be encoded is left out of the estimate
                 out.sequences += self.encoder.encode(example).sequences[:1]
         more = len(out.sequences) - len(out.samples)
         out.samples += range(MISMATCHED, MISMATCHED + more)
@@ -133,7 +133,7 @@ def pack_pair_sides(
     """Pack the sides of pairs, or labelled responses, into a batch of one optimizer step.
 
     pairs: whether the sides of a row must be on the same rank and in the same micro-batch. share: whether their common
-    prompt is computed only once. numbers: name of a number of each sequence -> its value where a sequence lacks it.
+    prompt is computed only once. numbers: name of a number of each sequence -> default for sequences without it.
     columns: as in `pack`.
     """
     batch = pack(sequences, columns=columns)

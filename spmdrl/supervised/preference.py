@@ -89,10 +89,10 @@ def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models:
 
 
 class StoredReference:
-    """The reference's log p of every row, in files of the run folder. Implements `Precomputed`."""
+    """The reference's log p of the tokens of every row, in files of the run folder. Implements `Precomputed`."""
 
     def __init__(self, session: Session[Any], begun: Start, pack: Callable[[Placed], Batch], build: Callable[[], Any]):
-        """Keep what `fill` needs. pack: packs sequences without the column `ref_logp`. build: builds the reference."""
+        """Store the arguments. pack: packs sequences without the column `ref_logp`. build: builds the reference."""
         self.session, self.begun, self.pack, self.build = session, begun, pack, build
         self.folder = session.folder / "reference_logp"
         self.stored: Stored | None = None

@@ -13,11 +13,11 @@ from spmdrl.supervised.rows import Encode
 from spmdrl.tracking.console import clean
 
 ROWS = 200
-"""Most rows that a preview reads."""
+"""Maximum number of rows that a preview reads."""
 SHOWN = 2
-"""Most sequences of the example row that are shown; a pair has two."""
+"""Maximum number of sequences of the example row that are shown; a pair has two."""
 LONGEST = 1500
-"""Most characters that are shown of each sequence of the example row."""
+"""Maximum number of characters that are shown of each sequence of the example row."""
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 

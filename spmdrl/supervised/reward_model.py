@@ -28,12 +28,12 @@ STEP_LABELS = ("wrong", "right")
 
 
 class ScoredEncoder:
-    """Encodes pairs for a reward model. A pair has the index of the score that it trains, if there are several."""
+    """Encodes pairs for a reward model. If there are several scores, a pair has the index of the one that it trains."""
 
     beside = False
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """Read the settings. longest: most tokens that a sequence may have."""
+        """Read the settings. longest: maximum number of tokens of a sequence."""
         self.sides = PairEncoder(cfg.data, tokenizer, longest, pairs=True)
         self.outputs, self.column = cfg.reward_model.outputs, cfg.data.output_column
         self.columns = StepColumns(steps=cfg.data.steps_column, labels=cfg.data.labels_column)
@@ -84,8 +84,8 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     """Build the model that is trained: a given classifier, or a language model with a new head. Collective.
 
     Raises:
-        ValueError: the model is neither of the two, or it is a classifier whose head is missing in its folder or has
-            scores of another number or other names.
+        ValueError: the model is neither of the two; or it is a classifier whose head is missing in its folder, or whose
+            scores differ in number or names.
     """
     cfg, steps = session.cfg, session.cfg.reward_model.rows == "steps"
     count = 2 if steps else max(1, len(cfg.reward_model.outputs))

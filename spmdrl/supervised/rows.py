@@ -27,7 +27,7 @@ Placed = list[tuple[int, int, Masked]]
 """For each sequence: (index of its row in the step, number of the sequence in the row, sequence)."""
 
 STRIDE = 0x9E3779B1
-"""Factor of a token's position in its noise seed, so that the seeds of neighbouring tokens differ in many bits."""
+"""Factor of a token's position in the seed of its noise, so that the seeds of neighbours differ in many bits."""
 FEW = 1000
 """The share of refused rows is computed as if at least this many rows were read, or all rows of a smaller data set."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
@@ -40,7 +40,7 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
     """Open the sources of `--data.train`.
 
     Raises:
-        ValueError: a source cannot be read or is empty, or its settings do not fit.
+        ValueError: a source cannot be read or is empty, or its weight or `--data.limit` does not fit.
     """
     data, seed = cfg.data, cfg.run.seed
     pairs = [split_weight(spec) for spec in data.train]
@@ -134,7 +134,7 @@ class Step:
     refused: list[str] = field(default_factory=list)
     """A line for each refused row: its source and number, and the reason."""
     shortened: list[str] = field(default_factory=list)
-    """A line for each row that is only partly trained on: its source and number, and the `NAMED` counts it is in."""
+    """A line for each row that is only partly trained on: its source, its number, and its counts among `NAMED`."""
 
     def name_rows(self) -> None:
         """Write the refused rows, and the rows that are only partly trained on, to the log file of this rank."""
@@ -161,7 +161,7 @@ class Rows:
     def take(self, step: int, last: bool) -> tuple[Step, Counter]:
         """Return this rank's rows of a step, and counts over all ranks. Collective.
 
-        last: whether this is the last step, so no further step is encoded.
+        last: whether this is the last step, so that no further step is encoded in advance.
 
         Raises:
             ValueError: on every rank, if more rows were refused than `--data.max-refused` allows.
@@ -190,7 +190,7 @@ class Rows:
 
     def _check_refused(self, mine: Step) -> None:
         allowed = self.cfg.data.max_refused
-        # A share of only a few rows is noise, so refused rows are divided by at least FEW, or by all rows if fewer.
+        # A share of only a few rows is noise, so it is computed over at least FEW rows, or over all if there are fewer.
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
         if self.totals["refused"] > allowed * judged:
             raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)
@@ -253,7 +253,7 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
 
 
 def first_lines(lines: list[str], world: World) -> list[str]:
-    """Return at most five lines in total: up to three of each rank, in rank order. lines: of this rank. Collective."""
+    """Return up to three lines of each rank, at most five in total. lines: the lines of this rank. Collective."""
     texts = all_gather_text("\n".join(lines[:3]), world.host_group)
     return [line for text in texts for line in text.split("\n") if line][:5]
 
@@ -286,8 +286,8 @@ def pack(
 ) -> Batch:
     """Pack sequences into a batch of one optimizer step, in the order of their rows.
 
-    noise: the value of `--sft.neftune`. key: numbers that seed the noise, together with the position of the sequence
-    (law 3). columns: name of a further column of tokens -> its dtype.
+    noise: the value of `--sft.neftune`. key: numbers that seed the noise, together with the position of the sequence.
+    columns: name of a further column of tokens -> its dtype.
     """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))

@@ -32,7 +32,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     counts: Counter
     """Counts of the rows of this step (`rows.COUNTED`), over all ranks."""
     numbers: dict[str, float] | None = None
-    """Numbers of the last evaluation that the log does not have yet; None if there are none."""
+    """Numbers of the last evaluation that are not logged so far; None if there are none."""
     measured: Objective | None = None
     """Loss that evaluations compute; None: the same loss as in training."""
     add_frozen: Callable[[Batch], None] | None = None
@@ -42,7 +42,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
     """Function that turns the numbers of a step, reduced over ranks, into the numbers that are logged."""
     samples: list[dict] = field(default_factory=list)
-    """Sampled answers that the log does not have yet."""
+    """Sampled answers that are not logged so far."""
 
     def rows(self, step: int) -> Batch:
         """Return this rank's rows of a step, encoded and packed. Collective."""
@@ -51,7 +51,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             return self.pack(mine.sequences, step)
 
     def score(self, batch: Batch) -> None:
-        """Add a teacher's distributions or a reference's log p, if the job has one. Collective."""
+        """Add a teacher's distributions or a reference's log p to a batch, if the job has such a model. Collective."""
         if self.add_frozen is not None:
             with self.timer("logp"):
                 self.add_frozen(batch)
@@ -87,7 +87,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     def sample(self, step: int, force: bool = False) -> None:
         """Sample answers to the held-out prompts, if sampling is due before this step. Collective.
 
-        force: whether to sample even if sampling is not due, which is the case after the last step.
+        force: whether to sample even if sampling is not due, as is done after the last step.
         """
         every = self.cfg.generate.every
         if self.generations is None or (step % every and not force):

@@ -31,7 +31,7 @@ def begin_sft(cfg: SFTConfig) -> Start:
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
-    """Return the result of `settle`. With `--teacher.write` and no `--run.dir`, the files' folder is the run folder."""
+    """Return the result of `settle`. With `--teacher.write` and no `--run.dir`, its folder is the run folder too."""
     config = loaded.config
     if config.teacher.write and not config.run.dir:
         folder = str(Path(config.teacher.write).expanduser())

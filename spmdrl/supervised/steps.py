@@ -19,7 +19,7 @@ class StepEncoder:
     beside = False
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """Read the settings. longest: most tokens that a sequence may have.
+        """Read the settings. longest: maximum number of tokens of a sequence.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.

@@ -4,7 +4,7 @@ A folder has safetensors files, and a manifest that lists the files and is writt
 sequences one after another, and a mask that is True at the tokens with numbers. A sequence is looked up by its tokens,
 so the order of the rows, the names of their sources and the number of ranks do not matter.
 
-T: tokens of a file or batch; N: sequences of a file; M: tokens of a file with numbers; L: tokens of one sequence.
+T: tokens of a file or batch; N: sequences of a file; M: tokens of a file that have numbers; L: tokens of one sequence.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def indexed(mixture: Mixture) -> list[Any]:
 
 
 def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
-    """Yield all rows in parts: the rows of a part, and the indices of those that this rank computes."""
+    """Yield all rows in parts: the rows of a part, and the indices of the rows whose numbers this rank computes."""
     world, rows, total = session.world, Permuted(sources, seed=0, shuffle=False), sum(map(len, sources))
     count = max(STEPS * session.cfg.data.rows_per_step, world.size)
     for start in range(0, total, count):
@@ -101,7 +101,7 @@ def write(
 
 
 class _Writer:
-    """Writes sequences to files. Of the ranks with the same data position, only the first writes, for all of them."""
+    """Writes sequences to files. Ranks with the same data position have the same sequences; only the first writes."""
 
     def __init__(self, folder: Path, world: World):
         self.folder, self.files = folder, dict[str, int]()
@@ -242,7 +242,7 @@ def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: i
     """Return the keys of a file's sequences, int64 [N], and their rows of `Stored.place_N4`, with 0 as the file index.
 
     names: names of all columns of numbers. needed: names of those that the file must have. count: number of sequences
-    in the manifest. ValueError: the file lacks a column, or its tensors do not fit.
+    in the manifest. Raises ValueError if the file lacks a column, or if its tensors do not fit.
     """
     if missing := [name for name in (*PLACES, *needed) if name not in file.keys()]:  # noqa: SIM118
         raise ValueError(f"it has no tensor {missing[0]}")

@@ -30,7 +30,7 @@ SUM = 1e-2
 
 
 class StoredTeacher:
-    """The teacher's numbers in the files of `--teacher.read`. Implements `Precomputed`; its `fill` checks the rows."""
+    """The teacher's log p in the files of `--teacher.read`. Implements `Precomputed`; its `fill` checks the rows."""
 
     def __init__(self, session: Session[SFTConfig], begun: Start):
         """Open the files.
@@ -165,8 +165,8 @@ class StoredTeacher:
         if rest_M is None:
             rest_M = log_of_rest(logp_MK[:, :k])
         else:
-            # If K tokens have all of the probability, the log of the remaining probability, 0, is -inf. The divergences
-            # need a finite number.
+            # If the K tokens have all of the probability, the remaining probability is 0 and its log is -inf. The
+            # divergences need a finite number.
             rest_M = rest_M.clamp(min=math.log(-math.expm1(LEAST_REST)))
             rest_M = torch.logsumexp(torch.cat([logp_MK[:, k:], rest_M[:, None]], 1), 1)
         out = []

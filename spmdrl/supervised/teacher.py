@@ -29,15 +29,15 @@ NEEDED = ("ids", "logp")
 NOT_OF_ROWS = (
     *("data.rows_per_step", "data.epochs", "data.shuffle", "data.eval", "data.max_refused", "data.chat_template"),
 )
-"""Settings of `--data` that `identity` leaves out, because they do not change the tokens of a row. Instead of the
-setting of the chat template, it has a hash of the template's text."""
+"""Settings of `--data` that `identity` leaves out, because they do not change the tokens of a row. Its result
+has a hash of the chat template's text instead of that setting."""
 PART = 2**12
-"""Most bytes that are hashed at the beginning of each tensor, and again from its middle on."""
+"""Maximum number of bytes that are hashed at the beginning of each tensor, and again from its middle on."""
 
 
 @dataclass
 class Written:
-    """A job without steps. Its work, writing the files, is done when it is built."""
+    """A job without steps, which is created after the teacher's files are written."""
 
     def steps(self) -> tuple[()]:
         """Return no steps."""
