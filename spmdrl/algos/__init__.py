@@ -1,7 +1,7 @@
 """Algorithms as pure functions on tensors, without process groups, configuration or imports from higher layers.
 
-Look functions up by name in the tables ADVANTAGES and LOSSES. An advantage and a loss may have the same name, as
-`reinforce` does.
+The tables ADVANTAGES and LOSSES map names to functions. An advantage and a loss may have the same name, as `reinforce`
+does.
 
 advantages.py         advantages with one number for each sequence
 credit.py             advantages with one number for each token; combines the advantages of reward and cost

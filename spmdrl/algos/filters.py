@@ -38,8 +38,8 @@ def accuracy_range(
     if not low <= high:
         raise ValueError(f"accuracy_range needs low <= high, got {low} and {high}")
     score_B, groups = grouped(score_B, group_B)
-    # `groups.sum` adds scores in ascending order, so its rounding does not depend on the order of the samples. Rounding
-    # that did could decide whether a mean that equals a bound is within it.
+    # `groups.sum` adds scores in ascending order, so its rounding does not depend on the order of the samples. If the
+    # rounding did depend on it, the order could decide whether a mean that equals a bound is kept.
     mean_B = groups.sum(score_B) / groups.size_N
     return (low <= mean_B) & (mean_B <= high)
 

@@ -38,7 +38,7 @@ class Groups:
 
     def sum(self, x_N: torch.Tensor) -> torch.Tensor:
         """Return the sum of x over the group of each row, [N]."""
-        sums = torch.zeros_like(x_N)  # it has a place for each group, because there are at most N groups
+        sums = torch.zeros_like(x_N)  # N entries are enough, because there are at most N groups
         return sums.index_add_(0, self.index_N[self.order_N], x_N[self.order_N])[self.index_N]
 
     def low(self, x_N: torch.Tensor) -> torch.Tensor:

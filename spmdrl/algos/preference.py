@@ -84,7 +84,7 @@ def sigmoid(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, a
 
 
 def robust(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
-    """Unbiased DPO under wrong labels (https://arxiv.org/abs/2403.00409)."""
+    """DPO that is unbiased if the share `label_smoothing` of the labels is wrong (https://arxiv.org/abs/2403.00409)."""
     wrong, logits = label_smoothing, beta * difference(x, divergence, alpha)
     return (-(1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)) / (1 - 2 * wrong)
 
@@ -257,8 +257,8 @@ class PreferenceLoss:
     needs_smoothing: bool = False
     """Whether `label_smoothing` must be above 0, because the loss assumes that some labels are wrong."""
     shift: Literal["", "other prompts", "steps so far"] = ""
-    """Which log-ratios the shift is computed from: those of prompts with responses to other prompts of the step, or
-    those of all steps so far. Empty if the loss has no shift."""
+    """Log-ratios from which the shift is computed: those of prompts with responses to other prompts of the step, or
+    those of all responses of the steps so far. Empty if the loss has no shift."""
 
     @property
     def reads(self) -> tuple[str, ...]:

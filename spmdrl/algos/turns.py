@@ -102,7 +102,7 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
     return_N, group_N, state_N, own_N, mine_n = x.everyone(
         return_n, x.group[turns.seq_n], state_n, own_n, seq_n=turns.seq_n
     )
-    # 0 if other turns may have the same state; a different number for every turn whose state no other turn has.
+    # `own_N` is 0 if other turns may have the same state, and a different number for each turn whose state is unique.
     own_N = own_N * torch.arange(1, len(own_N) + 1)
     steps = Groups.of([group_N, state_N, own_N], return_N)
     step_N = normalise(return_N, steps, eps) if std else subtract_mean(return_N, steps)

@@ -2,7 +2,7 @@
 
 sources.py        reads rows from files, HF datasets, reasoning-gym and built-in tasks
 builtin.py        the built-in tasks
-rowfiles.py       rows that need not fit in memory: files by index, streams
+rowfiles.py       reads rows that need not fit in memory: files by index, and streams
 mixture.py        the order of prompts and rows, and mixtures of sources with weights
 prompts.py        the prompts of a run
 prompt_columns.py puts columns of a row into its prompt, and leaves others to rewards
@@ -12,7 +12,7 @@ steps.py          steps of a response, and rows of steps with labels
 row_columns.py    reads further columns of a row, and lists those that nothing reads
 chat.py           chooses the chat template, and renders and tokenizes a prompt
 rendering.py      renders dialogues by a chat template
-turns.py          finds the text that an assistant generates in a rendered dialogue, by proofs or the template's marks
+turns.py          finds the text that an assistant generates in a rendered dialogue, and proves it
 turn_end.py       finds the control token that ends a turn
 shown.py          checks that a template shows turns, tools and variables
 template_ends.py  the tokens by which a chat template ends an assistant's turn

@@ -11,7 +11,7 @@ ADDITION_TRAIN = 4000
 
 
 def reverse(held_out: bool) -> list[dict]:
-    """Return 512 held-out or 4,096 other rows for reversing five letters: prompt `abcde=`, answer `edcba`."""
+    """Return rows for reversing five letters (`abcde=` -> `edcba`): 512 held-out rows, or 4,096 for training."""
     codes = random.Random("spmdrl reverse").sample(range(len(LETTERS) ** 5), REVERSE_EVAL + REVERSE_TRAIN)
     texts = ["".join(LETTERS[code // len(LETTERS) ** i % len(LETTERS)] for i in range(5)) for code in codes]
     side = texts[:REVERSE_EVAL] if held_out else texts[REVERSE_EVAL:]
@@ -34,8 +34,8 @@ def reverse_pairs(held_out: bool) -> list[dict]:
 def reverse_steps(held_out: bool) -> list[dict]:
     """Return the rows of `reverse` with each letter as a labelled step of the response.
 
-    In about half of the rows one letter at a random place is not among the ten letters of prompts; this step and all
-    later ones are labelled false.
+    In about half of the rows one letter at a random place is replaced by a letter that no prompt contains; this step
+    and all later ones are labelled false.
     """
     rng, rows = random.Random("spmdrl steps"), []
     for row in reverse(held_out):
@@ -50,8 +50,8 @@ def reverse_steps(held_out: bool) -> list[dict]:
 def addition(digits: int, held_out: bool) -> list[dict]:
     """Return rows for adding two numbers of 1 (0..9) or 2 (10..99) digits.
 
-    a + b and b + a are always on the same side. One digit: 80 pairs for training, and 20 pairs held out. Two digits:
-    4,000 pairs for training, and about 160 pairs held out.
+    If a + b is held out, so is b + a. One digit: 80 pairs for training, and 20 pairs held out. Two digits: 4,000 pairs
+    for training, and about 160 pairs held out.
     """
     low, high = (0, 10) if digits == 1 else (10, 100)
     unordered = [(a, b) for a in range(low, high) for b in range(a, high)]
@@ -70,7 +70,7 @@ def addition(digits: int, held_out: bool) -> list[dict]:
 
 
 def episodes(held_out: bool) -> list[dict]:
-    """Return 512 held-out or 4,096 other rows without a prompt, for environments that need only a seed."""
+    """Return 512 held-out rows or 4,096 for training, without a prompt, for environments that need only a seed."""
     return [{"prompt": "", "answer": ""} for _ in range(REVERSE_EVAL if held_out else REVERSE_TRAIN)]
 
 

@@ -39,7 +39,8 @@ class Controls:
 
     def marked(self, messages: list[dict], tools: list | None) -> tuple[list[dict], list | None, str]:
         """Return messages and tools with a mark inside every text that equals a control token, and the mark."""
-        # Almost no message contains a control token. If JSON escapes none of them, one search in the JSON finds all.
+        # Almost no message contains a control token. If JSON escapes no character of them, one search in the messages'
+        # JSON is enough.
         if self._as_in_json and not self.pattern.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
             return messages, tools, MARKS[0]
         texts = list(strings([messages, tools]))

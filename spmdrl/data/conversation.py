@@ -1,4 +1,4 @@
-"""Renders the messages of a conversation as tokens between those that a policy sampled, which are never rendered again.
+"""Renders the messages between the turns of a policy as tokens; tokens that the policy sampled are not rendered again.
 
 After an assistant's turn the context continues with the text that the chat template puts between the turn and the next
 generation prompt (`turn_tail.py` finds and proves it). This text begins with the control token that ends the turn, and
@@ -25,7 +25,7 @@ QUESTION = {"role": "user", "content": "Xk" + PROBE}
 ANSWER = {"role": "assistant", "content": STANDINS[0]}
 CALL = {"role": "assistant", "content": "", "tool_calls": [tool_call("tool", {"a": "b"})]}
 TOOL_ANSWER = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": PROBE}
-"""Messages with which a template is checked before any conversation."""
+"""Test messages with which a template is checked before the first conversation."""
 
 
 @dataclass
@@ -185,7 +185,7 @@ class Conversation:
         return _Marked(messages, tools, self.more, mark)
 
     def _check_shown(self, marked: _Marked) -> None:
-        """Raise TemplateError if the template leaves out a message. Equal sequences of roles are checked only once."""
+        """Raise TemplateError if the template leaves out a message. Each sequence of roles is checked only once."""
         messages, tools = marked.messages, marked.tools
         key = (tuple((m["role"], len(m.get("tool_calls") or [])) for m in messages), bool(tools))
         if key in self._shown:
@@ -198,7 +198,7 @@ class Conversation:
         self._shown.add(key)
 
     def _check_tools(self, marked: _Marked) -> None:
-        """Raise ValueError if the prompt leaves out a tool. Equal sequences of roles are checked only once."""
+        """Raise ValueError if the prompt leaves out a tool. Each sequence of roles is checked only once."""
         messages, tools = marked.messages, marked.tools or []
         key = (tuple(m["role"] for m in messages), len(tools))
         if key in self._tools_shown:
@@ -211,7 +211,7 @@ class Conversation:
         self._tools_shown.add(key)
 
     def _proved(self, marked: _Marked, turn: int) -> tuple[Tail | None, TemplateError | None]:
-        """Return the tail proved by the first of SHAPES that the template accepts, or else None and the last error."""
+        """Return the tail proved by the first form in SHAPES that the template accepts, or None and the last error."""
         messages = marked.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
@@ -231,8 +231,8 @@ class Conversation:
     def _changed(self, marked: _Marked, turn: int, tail: Tail | None, sampled_text: str | None) -> str | None:
         """Return the text of the next prompt if the template renders earlier text differently in it; else None.
 
-        sampled_text: text of the sampled turn without its end. A prompt that shows it counts as unchanged, and a prompt
-        that does not show the turn's thought as changed.
+        sampled_text: text of the sampled turn without its end. A prompt that shows this text counts as unchanged. A
+        prompt that does not show the turn's thought counts as changed.
         """
         text, before = self.render(marked, True), self.render(marked.upto(turn), True)
         if tail is None or not text.startswith(before):

@@ -106,8 +106,8 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
 def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     """Return the value of a column; `outer.inner` names a key in a column.
 
-    name: the column; if it is empty, the first of the `usual` columns that the row has is returned, or else None.
-    Raises RowError if the row has no column of that name.
+    name: the column; if it is empty, the first of the `usual` columns that the row has is returned, or None if it has
+    none. Raises RowError if the row has no column of that name.
     """
     if not name:
         return next((row[each] for each in usual if each in row), None)

@@ -13,11 +13,11 @@ def balance(batch: Batch, world: World) -> Batch:
     """Give every data position (`World.holders`) equal work in every optimizer step. Collective over the world.
 
     Every sequence must be in the batch of exactly one rank. The ranks of a data position return the same share of the
-    sequences; ranks without a data position return an empty batch. All paths of an episode go to the same one.
-    `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost in that step. Both are
-    computed from the data, and only the cost may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64)
-    is the part of the work that is done once for all samples of a prompt on a rank. If the batch has `seq["unit"]`, all
-    sequences with the same `seq["position"]` go to the same data position.
+    sequences; ranks without a data position return an empty batch. All paths of an episode go to the same data
+    position. `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost in that step.
+    Both are computed from the data, and only the cost may be an estimate (law 2). If prompts are shared,
+    `seq["common"]` (int64) is the part of the work that is done once for all samples of a prompt on a rank. If the
+    batch has `seq["unit"]`, all sequences with the same `seq["position"]` go to the same data position.
     """
     return distribute(batch, world.holders, Peers(world.group, world.device))
 
@@ -60,8 +60,8 @@ def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
 def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -> Batch:
     """Assign all samples of a prompt to one optimizer step; each step gets equally many prompts, in `order`.
 
-    order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. The position of
-    a replayed sequence is higher; it is assigned like the prompt at that position modulo `prompts`.
+    order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. Replayed
+    sequences have positions of `prompts` or more, which count modulo `prompts`.
     """
     step_of = torch.zeros(prompts, dtype=torch.int64)
     step_of[torch.tensor(order)] = torch.arange(prompts) * updates // prompts
@@ -75,8 +75,8 @@ def gather_rows(
     """Gather from all ranks rows of numbers that belong to sequences, in sample order. Collective.
 
     seq_n: int64 [n] ascending, the sequence of each row in `batch`; rows of one sequence keep their order. columns_nK:
-    float64 [n, K]. Returns all rows, float64 [N, K], the same on every rank, and the indices in it of this rank's rows,
-    int64 [n].
+    float64 [n, K]. Returns all rows, float64 [N, K], the same on every rank, and the indices of this rank's rows among
+    them, int64 [n].
     """
     keys = batch.keys[seq_n].double()
     rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))

@@ -66,8 +66,9 @@ class Episode:
     """Stage of the episode: `opening` (its environment prepares the prompt), `sampling` (the engine samples it),
     `answering` (its environment prepares an answer), `grading`, `graded`; empty before the engine has room for it."""
     experts: torch.Tensor | None = None
-    """int16 [n, W]: the experts, layer by layer, to which each of the first n tokens was routed; -1 if unknown. Tokens
-    are those of all segments end to end; the experts of later ones are unknown. W: `hub.routing.Experts.width`."""
+    """int16 [n, W]: the experts, layer by layer, to which each of the first n tokens was routed; -1 if unknown. The
+    tokens are those of all segments end to end; the experts of tokens after the first n are unknown. W:
+    `hub.routing.Experts.width`."""
 
     def __post_init__(self):
         assert self.finish in ("", *FINISH_REASONS), self.finish
@@ -161,7 +162,7 @@ class Episode:
         return torch.cat(last).tolist() if last else []
 
     def add_sampled(self, tokens: list[int], logp: list[float], version: int) -> None:
-        """Append sampled tokens. Without tokens, append an empty segment if none was sampled, to record the version."""
+        """Append sampled tokens. The first call appends a segment even without tokens, to record the version."""
         if tokens or not any(s.sampled for s in self.segments):
             last, numbers = self.segments[-1], torch.tensor(logp, dtype=torch.float32)
             self.segments.append(
@@ -216,7 +217,7 @@ class Episode:
         return shared
 
     def _closest(self, prompt: torch.Tensor) -> tuple[int, int]:
-        """Return the length of the longest beginning that the prompt shares with a path, and its last segment."""
+        """Return the length of the longest beginning that the prompt shares with a path, and the last segment in it."""
         found, ends = (0, -1), {-1: 0}
         for i, s in enumerate(self.segments):
             start = ends.get(self.before(i))

@@ -50,8 +50,9 @@ def from_episodes(
     part_names: parts of the reward that become columns `part/<name>`, nan for a sample without the part.
     experts_width: width of `token["experts"]`, from `Episode.experts`; 0 to leave this column out.
     turns: add `token["turn"]`, `token["state"]` and `token["parent"]`.
-    turn_rewards: add `token["turn_reward"]`; without it, turn rewards are only part of `seq["reward"]`. Also add the
-    episode's numbers of tokens, `seq["made"]` (after the prompt) and `seq["distinct"]` (all); shared ones count once.
+    turn_rewards: add `token["turn_reward"]`; without it, turn rewards are only part of `seq["reward"]`.
+    The batch also has two numbers of tokens for each episode: `seq["made"]`, those after the prompt, and
+    `seq["distinct"]`, all of them. Tokens that paths share count once.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 
@@ -118,8 +119,8 @@ def parents(episode: Episode) -> list[int]:
 def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
     """Unpack the episodes that have sampled tokens. leave_out: names of reward parts to leave out.
 
-    Turns are numbered anew: path by path, each observation after a response begins one. Their rewards are restored
-    only if the batch has `token["turn_reward"]`.
+    Turns get new numbers: path by path, each observation after a response begins a turn. The rewards of turns are
+    restored only if the batch has `token["turn_reward"]`.
     """
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]

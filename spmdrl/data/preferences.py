@@ -153,7 +153,7 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
 def _split(given: list[str]) -> tuple[str, list[str]]:
     """Return the common beginning of two texts, and the remainders of both.
 
-    The cut is before the space in front of a word, because most tokenizers encode both in one token.
+    The cut is before the space in front of a word, because most tokenizers encode the space and the word together.
     """
     common = 0
     while common < min(map(len, given)) and given[0][common] == given[1][common]:

@@ -1,8 +1,8 @@
 """Puts columns of a row into its prompt: those that a chat template reads, and those that `--data.template` names.
 
 The names that templates read are ordinary words: `documents` may be data for a reward, `history` a patient record. Such
-a column goes into the prompt only if a chat template renders it, its value has the expected form, and no other setting
-names it. A column that stays out of the prompt is left to reward functions.
+a column goes into the prompt only if a chat template renders it, its value has the expected form, and no setting names
+it for another use. A column that stays out of the prompt is left to reward functions.
 """
 
 import re

@@ -160,7 +160,8 @@ class _Reader:
         self.variables = template_kwargs(data)
         self.renderer: Renderer | None = None
         if self.chat:
-            # `Renderer` refuses a template that does not show a single message of a user; nothing is checked then.
+            # `Renderer` refuses a template that cannot render a single message of a user. Without a renderer, the
+            # checks of tools and variables are skipped.
             with suppress(TemplateError):
                 self.renderer = Renderer(tokenizer, data.chat_template, self.variables)
         inserted = {*column_names(data.template), *column_names(data.prefill)}

@@ -20,7 +20,7 @@ EMPTY = ("", [], {})
 
 
 class RowError(ValueError):
-    """A row cannot be used; the message says why."""
+    """A row cannot be used; the error's message names the reason."""
 
 
 class Row(dict):
@@ -67,7 +67,7 @@ def system_of(row: dict) -> list[dict]:
 
 
 def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:
-    """Return messages that begin with a system message: their own, the row's, or `system` (`--data.system`).
+    """Return messages that begin with a system message: the one they have, the row's, or `system` (`--data.system`).
 
     Raises RowError if a column gives a system message and the messages begin with a different one.
     """

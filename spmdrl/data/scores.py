@@ -23,7 +23,8 @@ def is_right(score: Any) -> Any:
 
 
 ACCURACY = "acc"
-"""Reward part that is 1 for a right answer; verl's name. A score that measures more than correctness needs it."""
+"""Name (as in verl) of the reward part that is 1 for a right answer. A reward whose score measures more than
+correctness needs this part."""
 
 
 def counts_as_right(score: float, parts: dict[str, float]) -> bool:

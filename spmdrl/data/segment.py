@@ -7,7 +7,7 @@ import torch
 STATES = 2**52
 """Numbers of states lie below this bound, so that float64 holds them exactly."""
 PREVIOUS, NONE = -1, -2
-"""Values of `Segment.after`: PREVIOUS is the segment before it in the list, NONE is no segment."""
+"""Values of `Segment.after`: PREVIOUS means the previous segment in the list, NONE means no segment."""
 BY_PATH = -2
 """Value of `Segment.parent` that means the last sampled turn before the segment on its path."""
 
@@ -24,7 +24,7 @@ class Segment:
     version: int = 0
     """Weight version that sampled the segment; 0 if it was observed."""
     turn: int = 0
-    """Number of the turn. The prompt and the first response are turn 0; each answer of the environment begins one."""
+    """Number of the turn. Prompt and first response are turn 0; each answer of the environment begins a turn."""
     state: int = 0
     """Number of the state that the turn responds to; equal numbers mean equal states of one prompt. 0: the prompt."""
     after: int = PREVIOUS

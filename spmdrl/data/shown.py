@@ -14,9 +14,9 @@ from spmdrl.data.row_columns import TOOLS
 
 END_OF_THOUGHT = "</think>"
 LOOKED = 20
-"""Most rows of a source whose tools and variables are checked against the template."""
+"""Maximum number of rows of a source whose tools and variables are checked against the template."""
 UNSHOWN = "not shown by the chat template"
-"""Suffix of the names under which rows are counted whose tools or variables the template does not show."""
+"""Suffix of the name of a tool or variable, for the count of rows in which the template does not show it."""
 
 
 def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "", last: bool = True) -> None:

@@ -105,7 +105,7 @@ def json_row(line: bytes) -> dict:
     """Return the row of a line. Raises ValueError if the line is not a JSON object."""
     try:
         row = json.loads(line.removeprefix(BOM_UTF8))
-    except (ValueError, RecursionError) as e:  # a number of thousands of digits or very deep nesting raises one, too
+    except (ValueError, RecursionError) as e:  # very long numbers and very deep nesting raise these errors, too
         raise ValueError(f"not JSON ({e})") from None
     if not isinstance(row, dict):
         raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")

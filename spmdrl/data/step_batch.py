@@ -66,7 +66,7 @@ class ReplayBuffer:
 
 
 def copies(batch: Batch, times_E: torch.Tensor) -> Batch:
-    """Repeat each episode `times_E` (int64 [E]) times. Its paths stay adjacent; copies continue the path numbers."""
+    """Repeat each episode `times_E` (int64 [E]) times. Its paths stay adjacent; each copy gets new path numbers."""
     drawn = torch.repeat_interleave(torch.arange(len(times_E)), times_E)
     number = torch.arange(len(drawn)) - (torch.cumsum(times_E, 0) - times_E)[drawn]
     first, paths = batch.firsts[drawn], batch.identity["paths"][batch.firsts[drawn]]

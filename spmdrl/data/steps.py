@@ -45,7 +45,8 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
     """Return, for each end, the index of the token that contains the last character before it.
 
     decode: returns the text of tokens. The text of the first n tokens must be the beginning of the whole text, except
-    for a character whose bytes are cut. ends: numbers of characters, ascending, from 1 to the length of the text.
+    for a last character whose bytes are incomplete. ends: numbers of characters, ascending, from 1 to the length of the
+    text.
     """
     text = decode(tokens)
     if reached := progress(decode, tokens, text):
@@ -65,7 +66,7 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
 def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> list[int]:
     """Return the number of characters up to the end of each token; empty if a token's text depends on distant tokens.
 
-    Each token is decoded together with only a few tokens before it, so the work grows linearly with their number.
+    Each token is decoded with only a few tokens before it, so the work grows linearly with the number of tokens.
     """
     out: list[int] = []
     pieces: list[str] = []

@@ -40,9 +40,8 @@ class Masked:
 def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
     """Tokenize a rendered text, without adding tokens to it.
 
-    trained: ranges of characters to train, ascending.
-    Raises TemplateError if a token lies across the border of a range, and the text that is tokenized in pieces, cut at
-    the borders, decodes to another text.
+    trained: ranges of characters to train, ascending. Raises TemplateError if the text must be cut into pieces at the
+    borders of ranges, and the tokens of these pieces decode to another text.
     """
     offsets = None
     if tokenizer.is_fast:

@@ -41,7 +41,7 @@ def end_of_turn(
 
 
 def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[int], str]) -> tuple[str, bool]:
-    """Return the text up to and with the control token that ends turn i, and True if there is such a token.
+    """Return the text up to and including the control token that ends turn i, and True if there is such a token.
 
     upto: renders the given number of messages from the beginning of the dialogue.
     """

@@ -3,7 +3,8 @@
 The dialogue is rendered twice with the answers that follow the turn, and twice without them. Stand-ins that differ
 between the two renderings replace all texts of assistants, so the end that both share does not depend on the
 assistant's words. The control token that ends the turn is the last one that occurs both with and without the answers. A
-rendering with other answers proves that the text up to this token is independent of them, and that each is shown.
+rendering with other answers proves that the text up to this token is independent of the answers, and that each answer
+is shown.
 """
 
 import re
@@ -142,7 +143,7 @@ def _after_standins(texts: list[str]) -> str:
 def _cut(
     controls: re.Pattern[str], call_ends: frozenset[str], after: str, first: int, alone: str, with_call: bool
 ) -> Tail:
-    """Return the tail. It begins with the control token that ends the turn, or else with the next message's first one.
+    """Return the tail. It begins with the control token that ends the turn, or with the first one of the answer.
 
     call_ends: as in `end_of_turn`. after, alone: text that follows the stand-in with answers, and without answers.
     first: place of the first answer's text in `after`. with_call: True if a call ends the turn.
@@ -155,7 +156,8 @@ def _cut(
         whole = not with_call and not controls.sub("", after[: end.end()]).strip()
         start = found[0].start() if whole else end.start()
         return Tail(after[start:], end.end() - start, alone[start:])
-    # gpt-oss ends the last turn with another token than earlier turns. A single token belongs to the answer instead.
+    # gpt-oss ends the last turn with another token than earlier turns. If `found` has a single token, it belongs to the
+    # answer, because no token ends the turn.
     if kind == "last" and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
         return Tail(after[found[0].start() :], len(found[0].group()), alone[other[0].start() :])
     begins = end if kind == "next" and end else found[0]

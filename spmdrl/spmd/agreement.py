@@ -62,7 +62,7 @@ class Agreement:
     """
 
     def __init__(self, world: World, timeout: float):
-        """Create a group for the comparison. timeout: most seconds that a rank waits for another rank."""
+        """Create a group for the comparison. timeout: maximum number of seconds that a rank waits for another rank."""
         self.world, self.own = world, world.host_group
         self.groups = groups_of(world)
         self.names = gather_names(self.groups, world.host_group)

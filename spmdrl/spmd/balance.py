@@ -1,4 +1,4 @@
-"""Divides work evenly over ranks: Karmarkar-Karp number partitioning, with nearly equal counts where possible.
+"""Divides work evenly over ranks: Karmarkar-Karp number partitioning, with nearly equal numbers of items if possible.
 
 Source: N. Karmarkar, R. Karp, The differencing method of set partitioning, 1982 (multiway form: largest differencing).
 """
@@ -14,13 +14,13 @@ CHEAPEST, FEW = 4, 32
 def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
     """Split item indices into `parts` lists whose cost sums are close.
 
-    Counts differ by at most one, unless that leaves the largest sum more than 1% above the mean and another split is
-    more even. Deterministic: ties are broken by position. Complexity O(n log n * parts).
+    The numbers of items differ by at most one, unless that leaves the largest sum more than 1% above the mean and
+    another split is more even. Deterministic: ties are broken by position. Complexity O(n log n * parts).
     """
     if parts == 1:
         return [list(range(len(costs)))]
-    # Items of similar cost start as one partial solution with one item in each part, so counts differ by at most one
-    # and the heap holds n / parts entries instead of n. An entry's key is its spread, largest first.
+    # Items of similar cost start as one partial solution with one item in each part, so the numbers of items differ by
+    # at most one and the heap holds n / parts entries instead of n. An entry's key is its spread, largest first.
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for ticket, start in enumerate(range(0, len(order), parts)):
@@ -55,7 +55,7 @@ def largest(parts: list[list[int]], costs: list[int]) -> int:
 
 
 def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
-    """Swap items between the costliest part and the cheapest ones while this evens out the sums; counts do not change.
+    """Swap items between the costliest and the cheapest parts while this evens out the sums; part sizes do not change.
 
     Karmarkar-Karp is uneven if parts have few items: for 256 rows of SFT on 32 ranks the largest sum is 1.024 times the
     mean, and 1.001 times after swaps. Swapping stops once the largest sum is within 0.1% of the mean.

@@ -22,7 +22,7 @@ from spmdrl.spmd.roles import AXES, axis_sizes, roles_of
 from spmdrl.spmd.world import World
 
 JOIN = timedelta(seconds=120)
-"""Minimum time that ranks wait for each other at the start."""
+"""Ranks wait for each other at the start for this time, or for `--run.timeout` if it is longer."""
 LATER = timedelta(seconds=60)
 """Time beyond `--run.timeout` after which NCCL ends a job. `failure.watch` ends it earlier and names the rank."""
 JOIN_POLL = 0.02
@@ -139,7 +139,7 @@ def world_from_group(
     store = dist.PrefixStore("spmdrl", dist.distributed_c10d._get_default_store())
     meshes = [m for m in (mesh, shard_mesh, rollout) if m.get_coordinate() is not None]
     for group in {g for m in meshes for g in m.get_all_groups()}:
-        # Meshes create their groups with torch's default time-out, half an hour on gloo, so the run's is set.
+        # Meshes create their groups with torch's default time-out, half an hour on gloo. It is replaced by the run's.
         dist.distributed_c10d._set_pg_timeout(later, group)
     return World(
         *(rank, size, local_rank, device, host, store, roles, rollout_group, training_group, role_group),
@@ -222,7 +222,7 @@ def _make_shard_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -
 
 
 def _make_data_group(mesh: DeviceMesh, wait: timedelta) -> tuple[dist.ProcessGroup | None, torch.Tensor]:
-    """Return `World.data_group`, which is created, and `World.holders`. Collective."""
+    """Create `World.data_group`; return it and `World.holders`. Collective."""
     places = [AXES.index(axis) for axis in ("dp_replicate", "dp_shard", "pp", "sp", "tp")]
     ordered = mesh.mesh.long().permute(places)
     holders = ordered.reshape(ordered.shape[0] * ordered.shape[1], -1)

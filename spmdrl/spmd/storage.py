@@ -23,7 +23,7 @@ disappears with the process. `gone`: nowhere; the content is undefined when the 
 PIECE = 64 << 20
 """Bytes of one host buffer: a power of two, to which torch would round up pinned memory anyway."""
 WORTH_TRIMMING = 32 << 20
-"""Least bytes of freed memory that are returned to the system; the allocator keeps less, to use it again."""
+"""Freed memory of at least this number of bytes is returned to the system; the allocator keeps smaller amounts."""
 
 
 def moves(place: str, device: torch.device) -> bool:

@@ -36,7 +36,7 @@ class World:
     rollout_mesh: DeviceMesh
     """Axes [engine, tp] over the ranks that sample: the engine of a rank, and the rank's position in its engine."""
     shard_mesh: DeviceMesh
-    """Axes that parameters are sharded over: dp_shard x sp flattened, after dp_replicate if that is above one."""
+    """Axis over which parameters are sharded (dp_shard and sp flattened), after dp_replicate if that is above one."""
     data_group: dist.ProcessGroup | None = None
     """Ranks over which samples are divided: one for each data position, all at this rank's position on the other axes.
     The rank in the group is the data position. None if there is a single data position."""

@@ -132,7 +132,7 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 
 
 def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that sorts rows by tensor and box, and the places in this order where a new row value begins."""
+    """Return the order that sorts rows by tensor and box, and its places where a row differs from the previous row."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     begins = np.ones(len(rows), dtype=bool)
@@ -141,7 +141,7 @@ def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 MEETING = 1 << 16
-"""Most pairs of rows that are compared at a time, which bounds the memory."""
+"""Maximum number of pairs of rows that are compared at a time, which bounds the memory."""
 
 
 def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

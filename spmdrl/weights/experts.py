@@ -42,8 +42,9 @@ class Layout:
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
-        # save_pretrained uses this reverse mapping from parameters to checkpoints, too. A parameter with another
-        # conversion than the packing of experts keeps its name in transformers, which from_pretrained accepts.
+        # save_pretrained uses this reverse mapping from parameters to checkpoints, too. A parameter that transformers
+        # converts in another way than by packing experts is written under its name in transformers, which
+        # from_pretrained accepts.
         known = [t for t in known if not isinstance(t, WeightConverter) or packs_experts(t)]
         backwards = [t.reverse_transform() for t in known[::-1]]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]

@@ -16,7 +16,7 @@ import torch
 from spmdrl.weights.boxes import Box, inside, size
 
 CHUNK = 32 << 20
-"""Most bytes that are copied at a time; fp8 weights count with their size in float32."""
+"""Maximum number of bytes that are copied at a time; fp8 weights count with their size in float32."""
 SCALE = "_scale_inv"
 """The scales of a weight are in a tensor that has the weight's name with this suffix."""
 DTYPES = {

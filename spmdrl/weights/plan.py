@@ -12,7 +12,7 @@ import numpy as np
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
 SMALL = 4096
-"""Most sent and received regions with which a plan still caches its buckets. They then take a few MiB."""
+"""A plan caches its buckets if it has at most this number of sent and received regions. They then take a few MiB."""
 
 Regions = list[tuple[int, Box]]
 """Pairs (number of a piece or tensor, region), in the order in which a message has them."""
@@ -30,7 +30,7 @@ class Sets:
 
 @dataclass
 class Bucket:
-    """What one rank sends, receives and copies when one bucket is transferred."""
+    """Regions that one rank sends, receives and copies when one bucket is transferred."""
 
     own: Regions = field(default_factory=list)
     """Pairs (number of this rank's piece, region) for the regions that this rank both holds and needs."""
@@ -59,7 +59,7 @@ class Parcel:
 
 
 class Holders:
-    """The different boxes that ranks hold, and for each box the ranks that hold it; several hold a replicated box."""
+    """The different boxes that ranks hold, and for each box the ranks that hold it; replicated boxes have several."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
         """Index the boxes by rank.
@@ -91,8 +91,8 @@ class Holders:
     def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
         """Return the rank that sends each of some boxes to a receiver. It is the receiver itself if it holds the box.
 
-        boxes: numbers of the boxes. receiver: a rank. turn: number of the receiver, by which the holders of a box take
-        turns in sending it.
+        boxes: numbers of the boxes. receiver: a rank. turn: number of the receiver. Receivers with successive numbers
+        get a box from successive holders.
         """
         here = np.zeros(len(self.rows), dtype=bool)
         here[self.of_rank(receiver)] = True
@@ -103,7 +103,7 @@ class Holders:
 
 
 class Routes:
-    """One rank's plan: the regions that it sends, receives, or both holds and needs. Ranks count within the group."""
+    """One rank's plan: regions that it sends, receives, or both holds and needs. Ranks are numbered in the group."""
 
     def __init__(
         self,

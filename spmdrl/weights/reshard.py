@@ -26,9 +26,9 @@ ALIGN = 16
 DIGEST = 8
 """Number of bytes of a digest."""
 IN_CACHE = 2 << 20
-"""Most bytes of a bucket for which a CPU's cache suffices to cast, check and load it."""
+"""Maximum number of bytes of a bucket that stays in a CPU's cache while it is cast, checked and loaded."""
 NAMED = 3
-"""Most tensors of a corrupt message that the error names."""
+"""Maximum number of tensors of a corrupt message that the error names."""
 
 
 class CorruptWeightsError(RuntimeError):
@@ -86,9 +86,9 @@ class Reshard:
         entries: as `catalogue` returns them. pieces: this rank's parts. If several ranks hold the same box, one of them
         sends it; different boxes may not overlap. needs: pairs (index of an entry, box) that this rank needs; these
         boxes may overlap. host_group: host-side group of all ranks that take part. device: device of the tensors.
-        dtype: type to which tensors are cast before the transfer, unless their entry has a type. bucket_bytes: most
-        bytes of whole tensors in a bucket; a larger tensor is alone in its bucket. over: group of the transfer; None
-        for the default group.
+        dtype: type to which tensors are cast before the transfer, unless their entry has a type. bucket_bytes: maximum
+        size of a bucket, as bytes of whole tensors; a larger tensor is alone in its bucket. over: group of the
+        transfer; None for the default group.
 
         Raises ValueError if no rank holds a needed part, or if ranks hold that part in different boxes that overlap.
         """

@@ -17,10 +17,10 @@ from spmdrl.weights.shards import local, pieces_of
 from spmdrl.weights.writer import SafetensorsWriter
 
 MASTERS = "masters"
-"""Key of the float32 weights in the optimizer state. It has them only if `model/` stores weights in a narrower type."""
+"""Key of the optimizer state's float32 weights; it has them only if the weights in `model/` have a narrower type."""
 
 BUCKET = 256 << 20
-"""Most bytes of whole tensors that rank 0 gathers at a time to write a model; a larger tensor is gathered alone."""
+"""Maximum number of bytes that rank 0 gathers at a time to write a model; a larger tensor is gathered alone."""
 
 
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
