@@ -1,7 +1,7 @@
 """Algorithms as pure functions on tensors, without process groups, configuration or imports from higher layers.
 
-The tables ADVANTAGES and LOSSES map names to functions. An advantage and a loss may have the same name, as `reinforce`
-does.
+The tables ADVANTAGES and LOSSES list the functions by name. An advantage and a loss may share a name, such as
+`reinforce`.
 
 advantages.py         advantages with one number for each sequence
 credit.py             advantages with one number for each token; combines the advantages of reward and cost

@@ -29,10 +29,10 @@ class Loss:
     aggregation: str = "token-mean"
     """Aggregation that the paper uses. A run uses it, too, unless its settings name another one."""
     scope: Literal["token", "sequence", "one per sequence"] = "token"
-    """Which logp the loss of a token depends on: `token`, that of the token only; `sequence`, those of its whole
-    sequence; `one per sequence`, those of its whole sequence, and all tokens of a sequence have the same loss. Only a
-    mean over sequences has a meaning for `one per sequence`, so a run then always uses the aggregation above. (For
-    `gspo`, the losses of a sequence are equal only if its advantages are.)"""
+    """The logp values on which the loss of a token depends: `token`, that of the token only; `sequence`, those of its
+    whole sequence; `one per sequence`, those of its whole sequence, and all tokens of a sequence have the same loss.
+    Only a mean over sequences has a meaning for `one per sequence`, so a run then always uses the aggregation above.
+    (For `gspo`, the losses of a sequence are equal only if its advantages are.)"""
     select: Callable[..., torch.Tensor] | None = None
     """Function that selects tokens from the whole batch before the loss is computed, for `LossInputs.selected`. It
     takes the settings of the loss. None if the loss needs no selection."""

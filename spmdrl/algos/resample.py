@@ -111,7 +111,7 @@ class Buffer(Generic[Item]):
         self._held: deque[tuple[int, list[Item]]] = deque()
 
     def append(self, step: int, items: Iterable[Item]) -> None:
-        """Add items of the step that was added last or of a later one, and drop steps whose age becomes `steps`."""
+        """Add items of a step, the one added last or a later one, and drop steps whose age reaches `steps`."""
         assert not self._held or step >= self._held[-1][0], f"step {step} comes after {self._held[-1][0]}"
         if not self._held or step > self._held[-1][0]:
             self._held.append((step, []))

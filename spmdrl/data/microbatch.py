@@ -70,7 +70,7 @@ def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
 
 
 def fewest(lengths: list[int], budget: int) -> list[list[int]]:
-    """Assign sequences to bins of at most `budget` tokens, by the one of two methods that needs fewer bins.
+    """Assign sequences to bins of at most `budget` tokens, by whichever of two methods needs fewer bins.
 
     An even split often reaches the lower bound on the number of bins, while first-fit leaves a gap in each bin. For
     rows of GSM8K's lengths with four in a bin, an even split needs 1.004 times the lower bound, and first-fit 1.04

@@ -78,7 +78,7 @@ def copies(batch: Batch, times_E: torch.Tensor) -> Batch:
 
 
 def _with_parts(batch: Batch, names: Iterable[str]) -> Batch:
-    """Return the batch with a column of nan for each reward part (`part/...`) in `names` that it lacks."""
+    """Return the batch with a column of nan for each reward part (`part/...`) in `names` that the batch lacks."""
     lacking = [name for name in sorted(names) if name.startswith("part/") and name not in batch.seq]
     unknown_B = torch.full((len(batch),), math.nan, dtype=torch.float64)
     return Batch(batch.lengths, batch.token, batch.seq | dict.fromkeys(lacking, unknown_B))

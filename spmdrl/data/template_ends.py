@@ -54,7 +54,7 @@ def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
 
 
 def _probes() -> Iterator[Dialogue]:
-    """Yield test dialogues: one and two answers, a thought, two calls and one call (some templates accept only one)."""
+    """Yield test dialogues: one and two answers, a thought, two calls, one call (some templates accept only one)."""
     yield Dialogue([QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER, QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER | dict.fromkeys(THOUGHT_KEYS, PROBE)])

@@ -42,7 +42,7 @@ class Tail:
 def linked(messages: list[dict]) -> list[dict]:
     """Return the messages with the names and ids that templates need in tool calls and in the answers to them.
 
-    An answer without a name or `tool_call_id` gets those of the call in the same place. A call without an id gets one
+    An answer without a name or `tool_call_id` gets those of the call in the same place. A call without an id gets an id
     of nine letters and digits, and a call without arguments gets an empty object.
     """
     out: list[dict] = []
@@ -143,7 +143,7 @@ def _after_standins(texts: list[str]) -> str:
 def _cut(
     controls: re.Pattern[str], call_ends: frozenset[str], after: str, first: int, alone: str, with_call: bool
 ) -> Tail:
-    """Return the tail. It begins with the control token that ends the turn, or with the first one of the answer.
+    """Return the tail: from the control token that ends the turn, or if none does, from the first one after the turn.
 
     call_ends: as in `end_of_turn`. after, alone: text that follows the stand-in with answers, and without answers.
     first: place of the first answer's text in `after`. with_call: True if a call ends the turn.

@@ -22,7 +22,7 @@ from spmdrl.spmd.roles import AXES, axis_sizes, roles_of
 from spmdrl.spmd.world import World
 
 JOIN = timedelta(seconds=120)
-"""Ranks wait for each other at the start for this time, or for `--run.timeout` if it is longer."""
+"""Ranks wait for each other at the start for this time, or longer if `--run.timeout` is longer."""
 LATER = timedelta(seconds=60)
 """Time beyond `--run.timeout` after which NCCL ends a job. `failure.watch` ends it earlier and names the rank."""
 JOIN_POLL = 0.02

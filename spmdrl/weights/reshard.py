@@ -229,7 +229,7 @@ def _digest_in(message: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_places(entries: list[Entry], itemsize: int, bucket_bytes: int) -> list[int]:
-    """Return the number of each tensor's bucket. A bucket has consecutive tensors of `bucket_bytes` at most."""
+    """Return the number of each tensor's bucket. A bucket has consecutive tensors, together at most `bucket_bytes`."""
     places, bucket, held = [], 0, 0
     for entry in entries:
         nbytes = size(entry.box) * itemsize
