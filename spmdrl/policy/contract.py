@@ -17,7 +17,7 @@ from spmdrl.weights.reshard import Piece
 
 @dataclass
 class LossResult:
-    """The loss of one micro-batch, a scalar that is already divided by global counts, and statistics for the log."""
+    """The loss of one micro-batch, already divided by global counts, together with statistics for the log."""
 
     loss: torch.Tensor
     stats: Metrics
@@ -25,8 +25,8 @@ class LossResult:
 
 TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
 """A loss in which no token depends on another, as a function and the columns [T] that it reads. The function maps (logp
-[n], entropy [n], columns of these n rows) to (loss [n] with its final weight, stats). Its entropy is None unless the
-objective's `second` is `entropy`."""
+[n], entropy [n], the columns at the same n tokens) to (weighted losses [n], stats). Its argument entropy is None if the
+objective's `second` is `top`."""
 
 
 HeadFunction = Callable[..., tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]]
@@ -72,7 +72,7 @@ MEASURE = -1
 
 
 class Objective(Protocol):
-    """A loss that trains a model (`objectives/`). Its sum does not depend on the layout over ranks (law 2).
+    """A loss that trains a model (`objectives/`). Its sum over all ranks is the same in every layout (law 2).
 
     A learner calls `prepare` once per optimizer step, then `loss` for each micro-batch.
     """
@@ -132,7 +132,7 @@ class Policy(Protocol):
     """Number of optimizer steps so far, including skipped ones; the learning rate schedule depends on it."""
     fixed: dict[str, bytes]
     """Name -> content of the files in a checkpoint's `model/` other than the weights, on rank 0. They are computed at
-    the first access, which is at start in a run that saves. ValueError: transformers cannot write one."""
+    the first access, which is at start in a run that saves. Raises ValueError if transformers cannot write a file."""
 
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
@@ -196,8 +196,8 @@ class Policy(Protocol):
     def saving(self, copy: bool = False) -> Write:
         """Return a function that writes this model and its optimizer state.
 
-        copy: whether the function writes a copy in host memory of the current values. If true, it may run in a thread
-        during training, over the groups of a twin of the policy's world (`spmd.mesh.twin`).
+        copy: True to copy the current values to host memory now. The function then writes this copy, and may run in a
+        thread during training, over the groups of a twin of the policy's world (`spmd.mesh.twin`).
         """
         ...
 

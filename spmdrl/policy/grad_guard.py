@@ -19,7 +19,7 @@ WINDOW, LEAST = 32, 8
 """A spike is a gradient norm far above the median of the last WINDOW norms. Before LEAST norms exist, none counts as a
 spike."""
 MOST = 3
-"""Most batches with a spike that a run stores, and most batches of non-finite steps, because batches are large."""
+"""Maximum number of batches that a run stores for each kind of anomalous step; it is small, as batches are large."""
 
 
 class NonFiniteError(RuntimeError):
@@ -56,7 +56,7 @@ class Guard:
     """Judges the optimizer steps of one model."""
 
     limit: int
-    """The value of `--optimizer.bad-steps`: so many non-finite steps in a row stop the run."""
+    """The value of `--optimizer.bad-steps`: the number of non-finite steps in a row that stops the run."""
     factor: float
     """The value of `--run.spike-factor`: a norm above this factor times the median is a spike; 0 turns this off."""
     store: Callable[[AnomalousStep], str] | None = None
@@ -69,7 +69,7 @@ class Guard:
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passes(self, step: AnomalousStep) -> bool:
-        """Return True if the optimizer may take this step; record its norm, and store it if it is anomalous.
+        """Return True if the optimizer may take this step; record its norm, and store the step if it is anomalous.
 
         Collective if the step is anomalous.
 

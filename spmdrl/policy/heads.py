@@ -28,8 +28,8 @@ without sharing; `apart`: in one forward per sequence, with the attention of tra
 results; `self_check.py` finds those that a model supports."""
 
 Noise = tuple[torch.Tensor, torch.Tensor]
-"""Noise on embeddings: for each token a seed, int64 [T], and the bound of its noise times the square root of the
-width, [T]."""
+"""Noise on embeddings: the seed of each token, int64 [T], and a scale for each token, [T]. The noise of a token lies
+between -scale / sqrt(width of embeddings) and scale / sqrt(width of embeddings)."""
 
 
 def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Packed(nn.Module):
     def __init__(
         self, hf: nn.Module, attention: str = "auto", group: dist.ProcessGroup | None = None, share: bool = False
     ):
-        """attention: as `--policy.attention`. group: ranks that divide a pack. share: run shared prompts once."""
+        """attention: value of `--policy.attention`. group: ranks that divide a pack. share: run shared prompts once."""
         super().__init__()
         self.hf, self.attention, self.group = hf, attention, group
         self.form: Form = "tree" if share else "packed"
@@ -78,9 +78,9 @@ class Packed(nn.Module):
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: whether to return the state before a token,
         which predicts it, instead of the state after it. experts_TLK: [T, L, K], experts that routers must choose; -1
         (FREE) lets the router choose (`hub/routing.py`). noise: noise to add to embeddings; not possible with shared
-        prompts. begins_B: bool [B], False for a further path of the episode before it (`data/tree.py`); None: no
-        episode has several paths. runs: number of forwards in the form `apart`, at least B. All ranks that shard the
-        weights must run the same number, because each forward all-gathers the weights.
+        prompts. begins_B: bool [B], False for a sequence that is a further path of the previous sequence's episode
+        (`data/tree.py`); None: no episode has several paths. runs: number of forwards in the form `apart`, at least B;
+        all ranks that shard the weights must run the same number, because each forward all-gathers the weights.
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
@@ -103,7 +103,7 @@ class Packed(nn.Module):
         part = TokenSlice(sum(lengths), self.group)
         packing = Packing(lengths, parents, device, self.attention, part)
         if experts_TLK is not None:
-            # `mine` pads with 0, so the shift by FREE pads with FREE: routers choose the experts of padding tokens.
+            # `mine` pads with 0. After the shift by FREE the padding is FREE, so routers choose the experts of padding.
             packing.experts = part.mine(experts_TLK.to(device) - FREE) + FREE
         ids = part.mine(tokens_T.to(device))[None]
         given: dict[str, Any] = {"input_ids": ids}
@@ -141,7 +141,7 @@ class Packed(nn.Module):
         return self.hf.base_model(input_ids=ids_n[None], use_cache=False).last_hidden_state
 
     def off(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Compare this module's head with that of the HF model on one sequence: relative differences, float64 [m].
+        """Return the relative differences, float64 [m], between this module's head and the HF model's on one sequence.
 
         An element is the difference of the two heads' numbers for a token, divided by the spread of the numbers.
         """
@@ -193,7 +193,7 @@ def softcap_of(config: Any) -> float | None:
 def divisor_of(config: Any) -> float:
     """Return the number by which a model divides its logits.
 
-    It is the config's divisor (Granite), divided by its multiplier (Cohere, Falcon-H1, HyperCLOVA X); each may be 1.
+    The config's divisor (Granite) is divided by its multiplier (Cohere, Falcon-H1, HyperCLOVA X); a missing one is 1.
     """
     scaling = getattr(config, "logits_scaling", None) or 1.0
     if config.model_type == "hyperclovax":

@@ -40,7 +40,7 @@ class Labels:
     note: str
     """A line for the log that says which tokenizer is used, and why."""
     positions: int
-    """Most tokens of a text that the model can read; 0 if unknown."""
+    """Maximum number of tokens of a text that the model can read; 0 if unknown."""
     pad: int | None
     """Id of the padding token, which transformers skips at the end of a sequence; None if the config names none."""
 
@@ -68,7 +68,7 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
 
 
 def positions_of(config: Any) -> int:
-    """Return the most tokens of a text that a model can read, by its transformers config; 0 if unknown."""
+    """Return the maximum number of tokens of a text that a model can read, from its HF config; 0 if unknown."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 

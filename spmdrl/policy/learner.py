@@ -147,9 +147,9 @@ class Learner:
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
         """Implements `Policy.update`; steps whose loss or gradient is not finite are skipped.
 
-        The metric `updates_nonfinite` counts them, and only their loss, grad_norm and lr are logged. In float16, a
-        smaller loss scale may make an infinite gradient finite. Such a step is skipped and counted separately
-        (`updates_overflowed`), and the scale is halved.
+        The metric `updates_nonfinite` counts them. The objective's statistics leave them out, and the loss is nan. In
+        float16, a gradient may be infinite only because the loss scale is too large. If the scale can still be halved,
+        a step with such a gradient is skipped and counted by `updates_overflowed` instead, and the scale is halved.
 
         Raises:
             NonFiniteError: on every rank, after `--optimizer.bad-steps` non-finite steps in a row.
@@ -265,7 +265,7 @@ class Learner:
     # ── methods of a backend ─────────────────────────────────────────────────
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """Build the model, read its weights and create the optimizer; arguments as in the constructor, never empty."""
+        """Build the model, read its weights and create the optimizer. Arguments as in `__init__`; path is not empty."""
         raise NotImplementedError
 
     def pieces(self, part: Part = "model") -> list[Piece]:
@@ -299,7 +299,7 @@ class Learner:
         raise NotImplementedError
 
     def step(self, lr: float, norm: float) -> None:
-        """Take an optimizer step, with the gradient of norm `norm` clipped to the norm in the settings. Collective."""
+        """Clip the gradient from the norm `norm` to that in the settings, and take an optimizer step. Collective."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:

@@ -1,4 +1,4 @@
-"""Prepares the files of checkpoints other than weights when a run starts, so that errors appear before training."""
+"""Prepares the files of a checkpoint that are not weights when a run starts, so that errors appear before training."""
 
 from copy import deepcopy
 from pathlib import Path

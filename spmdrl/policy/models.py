@@ -112,9 +112,10 @@ class ModelPlan:
 
 
 def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, ModelPlan]:
-    """Return the plans of the models, other than the policy, that an algorithm needs.
+    """Return a `ModelPlan` for each model, other than the policy, that an algorithm needs.
 
-    The keys are fields of `Models`, in the order in which the models are built. needs: the result of `compose.needs`.
+    The keys are fields of `Models` or names of `Models.teachers`, in the order in which the models are built. needs:
+    the result of `compose.needs`.
     """
     wanted: dict[str, ModelPlan] = {}
     scorer = model_path(cfg.reward.model)
@@ -230,10 +231,10 @@ def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | Non
 
 
 def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callable[[str], None]) -> None:
-    """Run the self-check (`self_check.choose_form`, whose errors it raises) of each model with weights on this rank.
+    """Run the self-check of each model that has weights on this rank; raise the errors of `self_check.choose_form`.
 
-    Models that use the weights of another one are left out. Collective over the ranks of each model. say: prints a line
-    for each model.
+    A model that uses the weights of another model is not checked. Collective over the ranks of each model. say: prints
+    a line for each model.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
 

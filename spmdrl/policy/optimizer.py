@@ -8,7 +8,7 @@ from spmdrl.config.schema import OptimizerConfig
 
 
 def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
-    """Build an AdamW (https://arxiv.org/abs/1711.05101) of master weights; only matrices get weight decay."""
+    """Build AdamW (https://arxiv.org/abs/1711.05101) for master weights; only matrices get weight decay."""
     parameters = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": cfg.weight_decay},
@@ -43,7 +43,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict]) -> None:
-    """Restore this run's settings after a load, which overwrites them by those of the saved run."""
+    """Restore this run's settings after a load, which replaces them by the settings of the saved run."""
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
 

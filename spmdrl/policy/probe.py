@@ -96,7 +96,7 @@ def ordinary_tokens(hf_config: Any) -> list[int]:
 
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Return the three random sequences, the same on every rank. turn: each number gives another token everywhere."""
+    """Return the three random sequences, the same on every rank. turn: another number changes every token."""
     ordinary = torch.tensor(ordinary_tokens(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)
@@ -251,12 +251,12 @@ def _read(states: torch.Tensor) -> torch.Tensor:
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the distance of each row of a from that of b, [n], relative to the mean norm of b's rows. a, b: [n, D]."""
+    """Return the distance of each row of a from b's row, [n], divided by the mean norm of b's rows. a, b: [n, D]."""
     a, b = a.double(), b.double()
     return (a - b).norm(dim=-1) / (b.norm(dim=-1).mean() + 1e-30)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return the largest relative difference between a row of a and that of b, [n, D] each; in 16 bits the median."""
+    """Return the largest, or in 16 bits the median, relative difference between the rows of a and of b, [n, D] each."""
     off = _off(a, b)
     return float(off.median() if dtype.itemsize == 2 and bool(off.isfinite().all()) else off.max())

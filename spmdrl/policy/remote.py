@@ -1,8 +1,8 @@
 """A frozen model on separate ranks: training ranks send requests, and scoring ranks (scorers) answer them.
 
-Each sequence is sent to one scorer, so that scorers get about the same number of tokens. The results return to all
-ranks that have the sequence. Training and scoring ranks make the same calls in the same order (`score` and `serve` of
-`rl/score.py`).
+Sequences are divided among the scorers so that each gets about the same number of tokens. The results of a sequence
+return to all training ranks that have it. Training and scoring ranks make the same calls in the same order (`score`
+and `serve` of `rl/score.py`).
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ class RemotePolicy:
         return self.logprobs(batch, 1.0)[0]
 
     def _request(self, batch: Batch) -> Batch:
-        """Return a batch with the columns that scorers need; an empty one if another rank sends the same sequences."""
+        """Return a batch with the columns that scorers need; it is empty if another rank sends the same sequences."""
         place = torch.nonzero(self.world.holders == self.world.rank)
         origin, copy = (int(x) for x in place[0]) if len(place) else (0, 0)
         index_B = torch.arange(len(batch))

@@ -27,7 +27,7 @@ CLASSES = {
 }
 """Module -> names of its objects that an index may contain. Calling these objects has no side effects."""
 LARGEST = 64 << 20
-"""Most bytes of a value that is not a tensor; checkpoints store only numbers and names in this way."""
+"""Maximum size in bytes of a value that is not a tensor; in our checkpoints these are only numbers and names."""
 
 
 class _Index(pickle.Unpickler):
@@ -46,7 +46,7 @@ def vet(folder: Path) -> dict[str, tuple[int, ...]]:
     Returns name -> shape of the tensors in the folder.
 
     Raises:
-        ValueError: reading would run other code, or the folder has no optimizer state. The check runs none of the code.
+        ValueError: reading would run other code, or the folder has no optimizer state. The check runs no such code.
     """
     try:
         return _vet(folder)

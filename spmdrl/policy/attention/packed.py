@@ -29,9 +29,9 @@ NAME = "spmdrl_packed"
 
 
 def _hidden(group: LengthClass, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return a mask, bool [B or 1, 1, L, P + L], of keys that a query must not see.
+    """Return a mask, bool [B or 1, 1, L, P + L], that is True for keys that a query must not see.
 
-    Causality, a sliding window (None for none) or the padding of a trunk hides a key.
+    These keys are later than the query, outside of a sliding window of `window` keys, or padding of a trunk.
     """
     queries = group.trunk + torch.arange(group.longest, device=device)
     keys = torch.arange(group.trunk + group.longest, device=device)

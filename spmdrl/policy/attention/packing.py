@@ -24,7 +24,7 @@ SHORT = 16
 
 @dataclass
 class LengthClass:
-    """B sequences (or nodes of a tree) of similar length, padded to L slots, and where their tokens are in the pack.
+    """B sequences (or nodes of a tree) of similar length, laid out with padding as B rows of L places, called slots.
 
     The trunk of a node consists of the tokens of its ancestors, to which the node attends too.
     """
@@ -62,7 +62,7 @@ class Packing:
     experts: torch.Tensor | None = None
     """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`); None: no replay."""
     rows: dict[bool, Any] = field(default_factory=dict)
-    """The layouts for recurrent layers (`mixers/layers.py`), by whether rows can pass on their state."""
+    """Layouts for recurrent layers (`mixers/layers.py`); the key is True if rows may start from other rows' states."""
 
     @cached_property
     def runs(self) -> Runs:
@@ -118,7 +118,8 @@ def _starts(lengths: list[int]) -> list[int]:
 def alike(lengths: list[int]) -> list[list[int]]:
     """Group the indices of similar lengths.
 
-    All lengths form one group if at most a fifth of it would be padding. If not, each power of 2 has two groups.
+    All lengths form one group if at most a fifth of its slots would be padding. If not, there are two groups for the
+    lengths between a power of 2 and the next one.
     """
     uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
     # Lengths below SHORT count as SHORT, because padding short sequences costs less than a call for each length.

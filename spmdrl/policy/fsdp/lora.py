@@ -158,7 +158,7 @@ def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None
     """Fill this rank's shards of the adapters from a folder that `write_adapter` wrote.
 
     Raises:
-        ValueError: the folder is missing, or its adapters have other settings or belong to other weights than `base`.
+        ValueError: the folder is missing, or its adapters have other settings or were trained on other weights.
     """
     from safetensors import safe_open
 

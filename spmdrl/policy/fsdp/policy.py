@@ -52,8 +52,8 @@ class FsdpPolicy(Learner):
         cfg, head = self.cfg, self.head
         check_model(self.folder, cfg.model.trust_remote_code, self.world.sp_size)
         if average:
-            # Each step adds a small share of the policy's weights to the average. In 16 bits rounding would drop it, so
-            # the average is stored in the master type, in checkpoints too.
+            # Each step changes the average only slightly. In 16 bits, rounding could undo the change, so the average is
+            # stored in the master type, in checkpoints too.
             self.stored = self.master
         hf = self._hf_model(path, self.master if trainable and not adapt else self.stored, trainable)
         self.routers = Routers(hf) if routing_replay else None
@@ -135,7 +135,7 @@ class FsdpPolicy(Learner):
         # Real and dummy batches run in the same line, because the lockstep recorder compares the line numbers of ranks.
         pack = run.token["tokens"].to(device), run.lengths, run.token["mask"].to(device)
         found = self.model(*pack, temperature, second, **more)
-        # Multiplying the sum by zero keeps the graph, so that FSDP's backward runs.
+        # The products are empty, but they keep the graph of the dummy batch, so that FSDP's backward runs.
         return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
 
     def numbers(
@@ -162,7 +162,7 @@ class FsdpPolicy(Learner):
     # ── update ───────────────────────────────────────────────────────────────
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Implements `Learner.gradient`; gradients are summed over ranks after each micro-batch, or after the last.
+        """Implements `Learner.gradient`; `reduce_gradients` in the settings says when gradients are summed over ranks.
 
         Gradients are summed over the replicas of a sharded model (HSDP) after the last micro-batch only.
         """

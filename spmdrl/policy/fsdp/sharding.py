@@ -35,7 +35,7 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, r
     compute: type of the forward. reshard: whether a layer frees its gathered weights after its forward. direct: on
     gloo, send directly between ranks (`spmd/gloo.py`) instead of around gloo's ring.
     """
-    # Take the dtype of a trainable parameter if there is one, because under LoRA only these have the master dtype.
+    # Take the dtype of a trainable parameter if one exists, because under LoRA only adapters have the master dtype.
     mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
@@ -160,7 +160,7 @@ def fill_model(
 ) -> None:
     """Allocate a sharded model on this rank's device and read its weights from a HF folder.
 
-    A rank reads only its shards, directly into its tensors. The folder has no adapters, which get their initial values.
+    A rank reads only its shards, directly into its tensors. Adapters are not in the folder; they get initial values.
     A head `score` that the folder lacks gets zeros.
 
     model: the result of `sharded`, with parameters on the meta device. new_head: whether the folder may lack the head

@@ -22,7 +22,7 @@ class Architecture:
     names: Names
     vocab: int
     positions: int
-    """Most tokens of a sequence that the model can read."""
+    """Maximum number of tokens of a sequence that the model can read."""
     tied: bool
     """True if the output head shares its weight with the embedding."""
     rope_base: float

@@ -27,10 +27,10 @@ from spmdrl.policy.megatron.layout import Layout
 
 @dataclass
 class Params(PackedSeqParams):
-    """What Megatron's layers receive about a pack."""
+    """The information about a pack that Megatron's layers receive."""
 
     routing: Any = None
-    """What routers need to know about the pack (`routing.Routing`); None for a model without experts."""
+    """The information about the pack that routers need (`routing.Routing`); None for a model without experts."""
     lengths: tuple[int, ...] = ()
     """Padded lengths of the pack's sequences. They are in host memory, because reading them from the GPU would make the
     host wait for it in each layer."""
@@ -166,7 +166,7 @@ class CoreAttention(MegatronModule):
         softcap: float | None = None,
         **unused: Any,
     ):
-        """The arguments other than `softcap` (`attend`) are those that Megatron passes to every core attention."""
+        """softcap: as in `attend`. The other arguments are those that Megatron passes to every core attention."""
         super().__init__(config=config)
         self.scale, self.softcap = softmax_scale, softcap
         self.cp_group = pg_collection.cp

@@ -1,8 +1,8 @@
 """Maps a Megatron rank's parameters to ranges of tensors in HF checkpoints.
 
-A list of slots describes a rank's parameters. A slot is the name of a checkpoint tensor, this rank's range of it, and a
-view of the parameter for that range. To load a model, files are read into the views; `weights/reshard.py` sends the
-views to engines and writes them to files. No parameter is gathered.
+A list of slots describes a rank's parameters. A slot (`Held`) is the name of a checkpoint tensor, this rank's range of
+it, and a view of the parameter for that range. To load a model, files are read into the views; `weights/reshard.py`
+sends the views to engines and writes them to files. No parameter is gathered.
 
 In Megatron, one parameter stores the projections of queries, keys and values group by group, [groups, query heads of a
 group + 2, channels of a head, hidden]. Another one concatenates gate and up projections, each divided over tp. The

@@ -20,7 +20,7 @@ from spmdrl_kernels.host import host_linear, takes
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
-"""Functions of torch that Megatron calls with a CUDA device or pinned memory, and that the substitute calls without."""
+"""Functions of torch that Megatron calls with a CUDA device or pinned memory; the substitute uses neither of them."""
 
 
 class _Nothing:
@@ -202,7 +202,7 @@ def _messages() -> None:
         # With two stages, Megatron's version cannot be used: it sends in one direction over the default group, which
         # includes ranks without Megatron models.
         work = {}
-        # The next and the previous stage may be the same rank. So receives must be in the order in which it sends.
+        # The next and the previous stage may be the same rank. So receives must be in the order of that rank's sends.
         for name, peer in (
             ("send_next", next_pipeline_rank),
             ("recv_prev", prev_pipeline_rank),

@@ -148,8 +148,8 @@ def _qwen3_moe(h: Any, out: Architecture) -> None:
     _qwen3(h, out)
     layers = range(h.num_hidden_layers)
     sparse = [int((i + 1) % h.decoder_sparse_step == 0 and i not in (h.mlp_only_layers or [])) for i in layers]
-    # With norm_topk_prob the weights of the chosen experts sum to 1, as after a softmax over only these experts, which
-    # Megatron computes if the softmax is not before the choice.
+    # With norm_topk_prob, the weights of the chosen experts sum to 1, as after a softmax over only these experts.
+    # Megatron computes that softmax if moe_router_pre_softmax is false.
     before = not h.norm_topk_prob
     _experts(h, out, h.num_experts, h.moe_intermediate_size, sparse, moe_router_pre_softmax=before)
 

@@ -2,8 +2,8 @@
 
 This class replaces Megatron's HybridDeviceOptimizer, which cannot resume from our checkpoints: its groups contain
 classes, which our checkpoints may not name; its first load updates the model with random gradients; and it fails on
-float32 parameters. To Megatron it is a "precision-aware" optimizer: float32 weights are stored in the optimizer's host
-memory and not on the device.
+float32 parameters. Megatron treats this class as a "precision-aware" optimizer, which means that the optimizer stores
+the float32 weights itself, here in host memory.
 """
 
 from dataclasses import dataclass
@@ -133,7 +133,7 @@ class HostAdamW(torch.optim.AdamW):
             state["master_param"].copy_(p)
 
     def dummy_step(self) -> None:
-        """Create empty state, so that Megatron can load a checkpoint into it.
+        """Create the initial state, into which Megatron can then load a checkpoint.
 
         Megatron's own optimizer would take a step with random gradients to create the state.
         """

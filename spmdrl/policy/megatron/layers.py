@@ -70,7 +70,7 @@ class DuplicatedLinear(nn.Module):
         self.weight = _parameter(config, output_size, input_size)
 
     def forward(self, x):
-        """Map [..., input] to [..., output]; return the output, and None in place of a bias that is added later."""
+        """Map [..., input] to [..., output]. Return the output, and None because Megatron has no bias to add later."""
         return F.linear(x, self.weight), None
 
 
@@ -210,7 +210,7 @@ def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> Module
         # Models that cap attention scores need our attention, because TransformerEngine cannot cap scores.
         core = CoreAttention if arch.softcap else te.TEDotProductAttention
     else:
-        # Megatron's latent attention takes layers of the class `mla.Linear` as not divided over tp.
+        # Megatron's latent attention treats layers of the class `mla.Linear` as complete on every rank of tp.
         mla.Linear = DuplicatedLinear
     core = ModuleSpec(core, params={"softcap": arch.softcap} if core is CoreAttention else {})
     out = normed(row, norm) if arch.post_norms else row

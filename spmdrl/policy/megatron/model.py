@@ -30,7 +30,7 @@ SEED = 1
 FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
 """Prefixes of the settings of Megatron's fused operations, all of which are disabled."""
 TESTED = "0.16."
-"""Versions of megatron-core that begin with TESTED, except 0.16.0, cause no warning, because 0.16.1 is tested."""
+"""Beginning of the versions of megatron-core that cause no warning; only 0.16.0 begins with it and does cause one."""
 
 
 def require() -> None:
@@ -93,7 +93,7 @@ def transformer_config(
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     # With two stages, the number of layers of the last stage determines that of the first. Megatron must get only one
-    # of them, because with both it would divide by the number of stages between them, 0.
+    # of these numbers: with both, it would divide by the number of stages between first and last, which is 0.
     first = 0 if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers
     make: Any = MLATransformerConfig if arch.settings.get("multi_latent_attention") else TransformerConfig
     settings = arch.settings | dict(

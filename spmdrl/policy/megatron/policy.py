@@ -38,9 +38,9 @@ def layout_of(cfg: TrainingConfig) -> Layout:
 
 
 def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
-    """Return the weight of the load-balancing loss and the rate of router biases (`routing.py`).
+    """Return the weight of the load-balancing loss, and by how much a step changes router biases (`routing.py`).
 
-    The weight is 0 if the model has no experts, and the rate is 0 if its routers have no biases.
+    The weight is 0 if the model has no experts, and the change is 0 if its routers have no biases.
 
     Raises:
         ValueError: `demanded` is true, and the model lacks the experts or the biases that a setting needs.
@@ -162,7 +162,7 @@ class MegatronPolicy(Learner):
         return {"parameters": parameters} | (self.trainer.tensors_by_owner() if self.trainer else {})
 
     def saving(self, copy: bool = False) -> Write:
-        """Implements `Policy.saving`; weights have the compute type, and the optimizer state has float32 copies."""
+        """Implements `Policy.saving`; weights are saved in the compute type, and in float32 in the optimizer state."""
         assert not copy, "checks.py refuses --checkpoint.background"
 
         def write(folder: Path, world: World) -> None:

@@ -105,9 +105,9 @@ def over(ranks: dist.ProcessGroup | None) -> range:
 def making_groups(place: range) -> Iterator[None]:
     """Inside this context, Megatron creates its groups over these ranks without calls on any other rank.
 
-    torch would split each group off the default communicator, which involves all ranks of the job, thousands of times
-    on hundreds of GPUs. Creating a host-side group also involves ranks outside the group. So inside this context each
-    group is created by its ranks alone, and its communicator when the ranks first use it.
+    torch would split each group off the default communicator, and each split involves all ranks of the job. On hundreds
+    of GPUs there are thousands of splits. Creating a host-side group also involves ranks outside the group. So inside
+    this context each group is created by its ranks alone, and its communicator when the ranks first use it.
     """
     from megatron.core import parallel_state
 

@@ -42,8 +42,8 @@ def quiet():
 class OneCopy(TorchFunctionMode):
     """Saves memory in the constructor of Megatron's optimizer: `clone` of a bfloat16 tensor returns the tensor itself.
 
-    The constructor creates float32 weights by `.clone().float()`, in which `float` already copies. It clones bfloat16
-    tensors for no other purpose.
+    The constructor creates float32 weights by `.clone().float()`. The clone is needless, because `float` copies too.
+    The constructor clones bfloat16 tensors for no other purpose.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

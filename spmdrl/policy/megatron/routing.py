@@ -1,7 +1,7 @@
 """Routes tokens to experts in a Megatron policy: routing replay, a load-balancing loss, biases that balance the load.
 
-A pack carries the information that routers need (`attention.Params.routing`). A router gets it when the forward of its
-layer starts. So it is also right when activation checkpointing runs the layer again, after other packs.
+A pack carries the information that routers need (`attention.Params.routing`). A router gets it each time the forward of
+its layer starts. So it is that of the right pack even if activation checkpointing runs the layer again later.
 
 The loss is the load-balancing loss of https://arxiv.org/abs/2101.03961 within each sequence, as in DeepSeek-V3
 (https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never divided over micro-batches or data positions, so
@@ -31,7 +31,7 @@ from spmdrl.policy.megatron.layout import as_list
 
 @dataclass
 class Routing:
-    """What routers need to know about a pack; rows are in the order of the tokens that a router gets."""
+    """The information about a pack that routers need; rows are in the order of the tokens that a router gets."""
 
     sequence_S: torch.Tensor
     """Index of the sequence of each token, int64; B for padding and for all tokens of a dummy pack."""
@@ -104,8 +104,8 @@ class Router(TopKRouter):
         """Return Megatron's weights and choices, [S, E] each, from logits [S, 1, E]; count choices and add the loss."""
         probs, chosen = super().routing(logits, padding_mask)
         now = self.routing_of
-        # Only passes with a gradient count. This leaves out old logp, and the first pass under activation
-        # checkpointing.
+        # Only passes with a gradient count. This leaves out the passes that compute old logp, and the first pass under
+        # activation checkpointing.
         if now is None or not self.training or not torch.is_grad_enabled():
             return probs, chosen
         real = now.sequence_S < len(now.lengths_B)

@@ -93,7 +93,7 @@ class Pipeline:
         self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, first_T, second_T
     ) -> torch.Tensor:
         if not len(micro):
-            # The loss is 0, but multiplying the sum by zero keeps the graph: other ranks wait for this backward.
+            # The products are empty, so the loss is 0. They keep the graph, because other ranks wait for this backward.
             first_T, second_T = (x.sum() * x.new_zeros(0) for x in (first_T, second_T))
         result = objective.loss(micro, first_T, second_T, shared)
         metrics.merge(result.stats)
@@ -148,7 +148,7 @@ class Pipeline:
     def _numbers(
         self, model: Any, states_SD: torch.Tensor, run: Batch, pack: Pack, temperature: float, second: Second
     ) -> Numbers:
-        """Return the head's numbers [T], 0 outside the loss mask, equal over tp and cp. Collective over tp and cp."""
+        """Return the head's numbers [T], 0 outside the loss mask, the same on all ranks of tp and cp. Collective."""
         tokens_T, mask_T = run.token["tokens"].to(self.device), run.token["mask"].to(self.device)
         # of_S is the token to which each state belongs: the next one, which the state predicts, or for a reward model
         # the state's own token.

@@ -1,6 +1,6 @@
 """Runs recurrent layers and short convolutions of transformers over packs.
 
-A layer runs its forward in transformers on rows instead of the pack. On a GPU this uses the kernels of
+A layer's forward in transformers gets rows instead of the pack. On a GPU this forward uses the kernels of
 flash-linear-attention, causal-conv1d and mamba-ssm if they are installed; in all other cases it is plain torch. A row
 is one sequence, or a part of a sequence that starts from the last state of an earlier row. The state is passed as the
 layer's cache. Rows of similar length form a batch with padding at their ends, which does not affect earlier tokens.
@@ -54,13 +54,13 @@ class RowClass:
     sequences: int
     """The number of rows, B."""
     read: torch.Tensor
-    """int64 [n]: the slots whose outputs are used, because no other row provides the output for the same token."""
+    """int64 [n]: the slots whose outputs are used, because no earlier row provides the output for the same token."""
     tokens: torch.Tensor
     """int64 [n]: index in the pack of the token in each slot of `read`."""
     starts: torch.Tensor | None
-    """int64 [B]: index, among the states passed on so far, of the one from which a row starts; None if from zeros."""
+    """int64 [B]: index, among all states passed on so far, of the state from which each row starts; None for zeros."""
     hands: bool
-    """True if the rows pass on their last states, which are numbered after those passed on so far, in row order."""
+    """True if the rows pass on their last states, which are appended to those passed on so far in row order."""
 
 
 @dataclass
@@ -82,10 +82,12 @@ def rows_of(packing: Packing, hand: bool) -> Rows:
 def _plan(packing: Packing, hand: bool) -> Rows:
     own = [spans[-1] for spans in packing.spans]
     followed = set(packing.parents)
-    spans: list[list[Span]] = []  # For each node, these are the spans of the row that ends with the node.
-    source: list[int] = []  # For each node, its row starts from the state after this node, or from zeros if it is -1.
+    # For each node, `spans` has the spans of the row that ends with it. `source` has the node from whose state this row
+    # starts, or -1 for zeros, and `depth` the number of rows that must be computed before it, one after the other.
+    spans: list[list[Span]] = []
+    source: list[int] = []
     handing: list[bool] = []
-    depth: list[int] = []  # For each node, so many rows must be computed one after the other before its row.
+    depth: list[int] = []
     for node, parent in enumerate(packing.parents):
         takes = parent >= 0 and handing[parent]
         spans.append([own[node]] if takes or parent < 0 else [*spans[parent], own[node]])
@@ -177,7 +179,7 @@ class State:
         return self.start is not None
 
     def update_conv_state(self, x_BCL: torch.Tensor, *_, conv_kernel_size: int, **__) -> torch.Tensor:
-        """Return the inputs x of a convolution after the k - 1 inputs before them; store the last k - 1 inputs."""
+        """Return the k - 1 earlier inputs of a convolution, followed by its inputs x; store the last k - 1 of them."""
         k = conv_kernel_size
         before = self.start["conv"] if self.start else x_BCL.new_zeros(*x_BCL.shape[:2], k - 1)
         whole = torch.cat([before, x_BCL], -1)

@@ -40,7 +40,7 @@ class Algorithm:
     horizon: float
     """Number of tokens by which the aggregation `seq-mean-token-sum-norm` divides: the length limit of responses."""
     old_logp: str
-    """Where old logp comes from. `update`: the forward of the update itself; `policy`: a forward before the update;
+    """The source of old logp. `update`: the forward of the update itself; `policy`: a forward before the update;
     `rollout`: the engine."""
     correction: str
     """Kind of the importance weights that correct for the engine's logp (`algos/correction.py`)."""
@@ -50,7 +50,7 @@ class Algorithm:
     """True if responses that were cut at the length limit do not train; their rewards still count in the statistics of
     their groups."""
     staleness: int
-    """Most versions by which the engine's weights may be older than the policy's."""
+    """Maximum number of versions by which the engine's weights may be older than the policy's."""
     chunked: bool
     """True if the head may compute a separable loss chunk by chunk."""
     skip_zero_advantage: bool
@@ -80,7 +80,7 @@ class Algorithm:
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """Return the advantage estimator's input. A token's reward includes the KL penalty if a setting puts it there.
+        """Return the advantage estimator's input. Rewards of tokens include the KL penalty if `kl_in` is `reward`.
 
         outcome, values: names of the columns with the rewards of episodes and with a critic's values. An episode counts
         as one sequence, which concatenates its paths. `token["turn_shaped"]` (`score.shape`) is the part of the reward

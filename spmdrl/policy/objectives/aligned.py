@@ -1,8 +1,8 @@
-"""Trains a student by the distance of its distributions over spans of text from a teacher with another tokenizer.
+"""Trains a student to match, over spans of text, the distributions of a teacher with another tokenizer.
 
-A span of text has a base, the position at which distributions are compared, and factors: the probabilities of the
-sampled tokens at its other positions. Teacher and student split a span differently into tokens, so base and factors of
-the teacher differ from those of the student. The batch has the teacher's numbers for a span at the student's base.
+A span of text has a base and factors. The base is the position at which the distributions are compared. The factors are
+the probabilities of the sampled tokens at the span's other positions. Teacher and student split a span differently into
+tokens, so each has its own base and factors. The batch has the teacher's numbers for a span at the student's base.
 """
 
 import torch
@@ -77,8 +77,8 @@ class AlignedObjective(DistillObjective):
                 assert entropy_m is not None
                 entropy_n[some] = entropy_m.detach()
                 factor_m = logp_m if some is inside else factor_m
-            # The tokens of a span may be on two ranks that divide a sequence, so the sum of factors and the sum of
-            # gradients are over the group.
+            # The tokens of a span may be on two ranks that divide a sequence, so factors and gradients are summed over
+            # the group.
             own_T = torch.zeros(len(tokens_T), dtype=dtype, device=device).index_add_(0, to_m, factor_m.detach())
             own_T = all_reduce(own_T, "sum", self.group)
             rows = rows_n[base]

@@ -62,7 +62,7 @@ def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], m
     accepts. model: settings that apply to all models.
 
     Raises:
-        ValueError: top_k is not below the number of tokens.
+        ValueError: top_k is not below the number of tokens that student and teachers share.
     """
     trust = model.trust_remote_code
     configs = [read_config(resolve(path, trust), trust).get_text_config() for path in paths]
@@ -100,7 +100,7 @@ class DistillObjective(TokenObjective):
 
     def add_teacher(self, batch: Batch, name: str, teacher: Policy) -> None:
         """Add the columns of a teacher whose weight is 1 in all sequences. Collective."""
-        # The student may train with noise on embeddings. The teacher gets only tokens and mask, so it runs without it.
+        # The student may train with noise on embeddings. The teacher gets no noise, only tokens and mask.
         token = {column: batch.token[column] for column in ("tokens", "mask")}
         found = teacher.read(Batch(batch.lengths, token, batch.seq), self.temperature, self.reader) or self.reader.empty
         batch.token |= dict(zip(self.reader.names(name), found, strict=True))

@@ -18,7 +18,7 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Smallest sample number of responses that do not train, because KTO pairs them with the prompt of another response."""
+"""Responses with a sample number from MISMATCHED on do not train: KTO pairs them with prompts of other responses."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class PairObjective(Objective):
         return [name for name in self.losses if name != SFT and LOSSES[name].matched]
 
     def _match(self, share: Batch) -> None:
-        """Add the columns for losses that sort: they hold margins of pairs from all ranks and micro-batches."""
+        """Add the columns that `matched_margins` computes from all pairs of the step, over all ranks."""
         logp_T, _ = self.policy.logprobs(share, self.temperature, self.second)
         columns = [self._sums(share, x_T.double()).view(-1, 2) for x_T in (logp_T, share.token["ref_logp"])]
         chosen_P = torch.nonzero(share.seq["sample"] == CHOSEN).flatten()

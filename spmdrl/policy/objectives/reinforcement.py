@@ -46,7 +46,7 @@ class PolicyObjective(Objective):
     """Trains the policy by an `Algorithm`: ratio loss, KL, entropy bonus, correction for the engine's logp."""
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
-        """peers: data positions. start: the policy's `updates_done` at the start of the update; None: its value now."""
+        """peers: one rank of each data position. start: `policy.updates_done` when the update starts; None: now."""
         self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
@@ -189,7 +189,7 @@ class PolicyObjective(Objective):
 
 @dataclass
 class CriticObjective(TokenObjective):
-    """Trains a critic on the returns in a column of a batch; values are clipped around those before the update."""
+    """Trains a critic on the returns in a column of a batch; values are clipped around the values before the update."""
 
     returns: str
     values: str

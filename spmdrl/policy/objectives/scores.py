@@ -115,8 +115,8 @@ def describe_steps(
 ) -> None:
     """Add metrics of the probabilities that steps are right: accuracy, calibration and mean.
 
-    right_n: probabilities of labelled steps, in the order of their responses; label_n: labels of the steps; seq_n:
-    index of the response of each step. count: number of responses.
+    right_n: for each labelled step, in the order of responses, the probability that it is right; label_n: labels of the
+    steps; seq_n: index of the response of each step. count: number of responses.
     """
     predicted, true = (right_n - 0.5).sign(), (label_n - 0.5).sign()
     add_mean(metrics, "accuracy/mean", (predicted * true + 1) / 2)

@@ -38,12 +38,12 @@ def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> To
 
 
 def add_token_mean(metrics: Metrics, name: str, x_T: torch.Tensor, mask_T: torch.Tensor) -> None:
-    """Add the numbers of x under a mask, which may be empty, to the metric `name`, a mean; sums are in float64."""
+    """Add the numbers of x under a mask, which may be empty, to the mean metric `name`; sums are in float64."""
     count = mask_T.sum()
     total = torch.where(mask_T, x_T.detach(), torch.zeros_like(x_T)).double().sum()
     metrics.add(name, total / count.clamp(min=1), count)
 
 
 def add_mean(metrics: Metrics, name: str, x: torch.Tensor) -> None:
-    """Add the numbers of x, which may be empty, to the metric `name`, a mean."""
+    """Add the numbers of x, which may be empty, to the mean metric `name`."""
     metrics.add(name, x.mean() if len(x) else 0.0, len(x))
