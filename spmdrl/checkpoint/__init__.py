@@ -9,13 +9,13 @@ checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, la
 checkpoints/latest                  link to the newest checkpoint
 checkpoints/measured.json           metrics of each checkpoint, measured after it was saved (--checkpoint.best)
 
-files.py          names, hashes and flushes files, checks free disk space; it and the next two do not import torch
+files.py          file names, hashes, flushing, and free disk space; this and the next two do not import torch
 manifest.py       writes and reads manifests, and compares them with the files
 published.py      lists, publishes and removes a run's checkpoints, and finds the best by a metric
-store.py          all ranks together write and read a checkpoint
-treefile.py       plain values and tensors as one safetensors file
+store.py          writes and reads a checkpoint, with all ranks together
+treefile.py       writes and reads plain values and tensors as one safetensors file
 background.py     writes a checkpoint before the next step, or in a thread while training continues
-folder.py         the run folder at the start of a run
+folder.py         locks and checks the run folder at the start of a run
 lock.py           locks a run folder for one job at a time
 compare.py        lists the differences of two checkpoints
 __main__.py       python -m spmdrl.checkpoint list, verify, diff

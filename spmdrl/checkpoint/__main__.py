@@ -27,7 +27,7 @@ def root_of(run: str) -> Path:
 
 
 def checkpoint_of(name: str) -> Path:
-    """Return the checkpoint `name`, or the newest one of the run folder `name`. Raises ValueError for another name."""
+    """Return the checkpoint `name`, or the newest one of the run folder `name`. Raises ValueError if it is neither."""
     path = Path(name)
     if (path / "MANIFEST.json").exists():
         return path
@@ -44,7 +44,7 @@ def rows(root: Path) -> list[list[str]]:
     """Return the rows of the table that `list` prints: one for each checkpoint, oldest first."""
     steps = steps_saved(root)
     latest = (root / "latest").resolve().name
-    # The table shows the metric of `--checkpoint.best` with which the newest checkpoint was saved.
+    # The table shows the metric that `--checkpoint.best` named when the newest checkpoint was saved.
     best_by = _best_by(root / f"step_{steps[0]}")
     metric, best = best_by.removeprefix("-"), best_step(root, steps, best_by) if best_by else None
     out = []

@@ -24,7 +24,7 @@ class Saver:
     """Writes the checkpoints of a run, one at a time. Every rank has a Saver and makes the same calls."""
 
     def __init__(self, cfg: TrainingConfig, root: Path, world: World):
-        """Remove what a killed job left incomplete. Collective.
+        """Remove checkpoints that a killed job left incomplete. Collective.
 
         With `--checkpoint.background`, also make process groups for the thread that writes. root: the run's
         `checkpoints/`.
@@ -35,7 +35,7 @@ class Saver:
         self.metric_logged = False
         """True once a step has logged the metric of `--checkpoint.best`."""
         self.saved = 0
-        """Step of the last checkpoint that was started."""
+        """Step of the checkpoint whose writing began last; 0 before the first one."""
         self.expected_bytes = 0
         """Estimated size of the next checkpoint, in bytes."""
         self._thread: threading.Thread | None = None
@@ -45,9 +45,9 @@ class Saver:
         on_first(lambda: clean(root), world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
-        """Compute the files that all checkpoints have, and warn if the disk is too full for one. Collective.
+        """Compute files that are equal in all checkpoints; warn if the disk is too full for a checkpoint. Collective.
 
-        Called at the start, so that a run fails before it trains: raises ValueError if a model cannot be saved.
+        The run calls this before it trains. Raises ValueError if a model cannot be saved.
         """
         saved = store.saved_models(models)
         self.expected_bytes = sum(model.checkpoint_bytes() for model in saved)
@@ -75,7 +75,7 @@ class Saver:
             record_measured(self.root, done - 1, {metric: float(values[metric])})
 
     def resumed(self) -> None:
-        """Look up, in a resumed run, whether the metric of `--checkpoint.best` was recorded before."""
+        """Set `metric_logged` in a resumed run: True if the metric of `--checkpoint.best` was recorded before."""
         self.metric_logged = best_step(self.root, steps_saved(self.root), self.keep.best) is not None
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:

@@ -13,7 +13,7 @@ from spmdrl.config.fields import flag, shown
 from spmdrl.config.resume import flat
 
 SLICE = 64 << 20
-"""Bytes of a slice, in float64: tensors are compared slice by slice, to save memory."""
+"""Size of a slice in bytes, counted in float64. Tensors are compared slice by slice, to save memory."""
 TOP = 10
 
 
@@ -45,7 +45,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> Iterator[str]:
-    """Yield a line with the number of keys whose values differ, then a line for each key; `name` makes its label."""
+    """Yield a line with the number of keys whose values differ, then a line for each; `name` returns a key's label."""
     changed = [key for key in [*a, *(k for k in b if k not in a)] if a.get(key) != b.get(key)]
     yield f"{title}: " + (f"{len(changed)} differ" if changed else "equal")
     for key in changed:
@@ -92,7 +92,7 @@ def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file that holds each tensor, by the tensor's name."""
+    """Return tensor name -> the safetensors file that holds the tensor."""
     from safetensors import safe_open
 
     found = {}

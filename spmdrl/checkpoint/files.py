@@ -1,4 +1,4 @@
-"""Names, hashes and flushes a checkpoint's files, and checks free disk space, without communication between ranks."""
+"""Functions for names, hashes and flushing of a checkpoint's files, and for free disk space; none is collective."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 def flushed_hash(path: Path) -> str:
     """Hash a file that was just written, flush it to the disk, and return the hash."""
-    # The hash is taken before the flush, so that it is that of the written bytes and not of what the disk returns.
+    # Hash the written bytes before the flush: after it the file would be read from the disk, which may return others.
     found = file_hash(path)
     flush(path)
     return found
@@ -137,7 +137,7 @@ def growth_is_progress(folder: Path) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the total size of the files in a folder, in bytes. A file that vanishes during the walk counts 0."""
+    """Return the total size of the files in a folder, in bytes. A file that vanishes meanwhile counts as 0."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

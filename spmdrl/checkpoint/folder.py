@@ -1,4 +1,4 @@
-"""Takes the run folder at the start of a job: continues it, moves it aside or refuses it."""
+"""Locks the run folder at the start of a job, which continues in the folder, moves it aside or refuses to use it."""
 
 import json
 import os
@@ -23,9 +23,10 @@ FIRST_DAY = "first_day"
 
 
 def together(act: Callable[[], Any], world: World) -> list[Any]:
-    """Call `act` on each rank and return its values on all ranks, in rank order; they must be JSON-able. Collective.
+    """Call `act` on each rank; return the JSON-able values of all ranks, in rank order, on every rank. Collective.
 
-    An error on one rank is raised on all ranks, with the text of the first rank that failed.
+    If `act` fails on any rank, every rank raises an error. A failed rank raises its own; the others raise one with the
+    text of the first failed rank.
     """
     value = error = failure = None
     try:
@@ -85,14 +86,14 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
             mine.release()
             raise
         before.release()
-    # A node that was replaced may return after a later restart, so the lock file keeps its launcher.
+    # A node that was replaced may return after a later restart, so the lock file keeps the name of its launcher.
     mine.sign(agents | lock.agents_of(mine.record) if restarted else agents)
     lock.held.append(mine)
     return [*notes, f"warning: {mine.warning}"] if mine.warning else notes
 
 
 def _move_aside(folder: Path) -> str:
-    """Rename a run folder (of a link: its target) and make an empty one in its place; return a line for the user."""
+    """Rename a run folder, or the target of a link, and make an empty one in its place; return a line for the user."""
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise ValueError(
@@ -173,7 +174,7 @@ def write_config(folder: Path, cfg: TrainingConfig) -> None:
 
 
 def first_day(folder: Path, world: World) -> date:
-    """Return the day on which the run of a folder was first started, today for a new run. Collective.
+    """Return the day on which the run in a folder was first started, or today for a new run. Collective.
 
     Chat templates that show the date show this day, so that a run renders the same tokens after midnight.
     """

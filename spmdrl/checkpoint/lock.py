@@ -21,10 +21,10 @@ from pathlib import Path
 
 NAME = ".lock"
 WAIT = 10.0
-"""Most seconds to wait for a lock, because a job that is ending may still hold it."""
+"""Maximum number of seconds to wait for a lock, which a job that is ending may still hold."""
 HELD = (errno.EACCES, errno.EAGAIN)
 LONGEST = 1 << 20
-"""Most bytes that are read from a lock file."""
+"""Maximum number of bytes that are read from a lock file."""
 
 
 class InUseError(ValueError):
@@ -48,7 +48,7 @@ class Lock:
     """Content of the lock file: before `sign` it describes the previous owner, and after it this job."""
 
     def sign(self, agents: Collection[str]) -> None:
-        """Write this job into the file as the owner. agents: values of `launcher()` on all ranks, in all attempts."""
+        """Write this job into the file as the owner. agents: `launcher()` of all ranks, also before restarts."""
         self.record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -115,7 +115,7 @@ held: list[Lock] = []
 def take(folder: Path, wait: float = WAIT) -> Lock:
     """Lock an existing run folder.
 
-    wait: most seconds to wait until another process releases the lock.
+    wait: maximum number of seconds to wait until another process releases the lock.
 
     Raises:
         InUseError: another process still holds the lock; the message names it and gives advice.

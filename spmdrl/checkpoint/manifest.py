@@ -1,4 +1,4 @@
-"""Writes and reads the manifest of a checkpoint, and compares it with the files, without communication of ranks."""
+"""Writes and reads the manifest of a checkpoint, and compares it with the files; nothing here is collective."""
 
 import datetime
 import json
@@ -14,7 +14,7 @@ from spmdrl.checkpoint.files import file_hash, flush, flushed_hash, rank_name
 
 MANIFEST = "MANIFEST.json"
 NEEDED = ("state/run.json", "model/config.json")
-"""Files that every checkpoint must have, by their paths in it."""
+"""Files that every checkpoint must have, as paths within the checkpoint."""
 UNSIGNED = "0" * 32
 """Placeholder in the manifest's text for the hash of this text, while the hash is computed."""
 
@@ -64,7 +64,7 @@ def write_manifest(
 
 
 def _signed(text: str, own: str) -> str:
-    """Return the manifest's text with `own` as its last entry: its hash, or `UNSIGNED` for the text that is hashed."""
+    """Return the manifest's text with `own` as its last entry: the text's hash, or `UNSIGNED` before that is known."""
     return re.sub(r'("xxh3_128": )"[0-9a-f]{32}"(\n\})$', rf'\g<1>"{own}"\g<2>', text)
 
 

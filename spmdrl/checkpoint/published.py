@@ -15,9 +15,10 @@ from spmdrl.health.status import tick
 
 @dataclass(frozen=True)
 class Keep:
-    """Checkpoints to keep: the settings `--checkpoint.keep`, `--checkpoint.keep-every` and `--checkpoint.best`."""
+    """Rules by which checkpoints are kept: `--checkpoint.keep`, `--checkpoint.keep-every` and `--checkpoint.best`."""
 
     newest: int = 2
+    """Number of newest checkpoints that are kept."""
     every: int = 0
     """Every checkpoint whose step is a multiple of this number is kept, too. 0: off."""
     best: str = ""
@@ -37,7 +38,7 @@ def steps_saved(root: Path) -> list[int]:
 
 
 def clean(root: Path) -> None:
-    """Remove checkpoints that a killed job left incomplete, and put back those that it had moved aside to replace."""
+    """Remove checkpoints that a killed job left incomplete, and put back those that it was about to replace."""
     for path in root.glob(".replaced-step_*") if root.is_dir() else ():
         final = root / path.name.removeprefix(".replaced-")
         if final.exists():
@@ -71,7 +72,7 @@ def measured_value(root: Path, step: int, metric: str) -> float | None:
 
 
 def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
-    """Record metrics of the checkpoint of `step`, and drop those of later steps, which a run before a resume left."""
+    """Record metrics of the checkpoint of `step`, and drop those of later steps, left from before a resume."""
     content: dict = {}
     with suppress(OSError, ValueError):
         content = json.loads((root / "measured.json").read_text())
@@ -80,7 +81,7 @@ def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
 
 
 def best_step(root: Path, steps: list[int], best: str) -> int | None:
-    """Return the step whose checkpoint has the best value (of equal ones the earliest); None if none was measured."""
+    """Return the step of the best checkpoint by `Keep.best`, the earliest of equal ones; None if none was measured."""
     sign, metric = (-1.0 if best.startswith("-") else 1.0), best.removeprefix("-")
     known = [(sign * v, -s) for s in steps if (v := measured_value(root, s, metric)) is not None and v == v]
     return -max(known)[1] if known else None

@@ -36,7 +36,8 @@ class Content:
 
     step: int
     writers: dict[str, Write]
-    """Sub-folder of a model ('' for the policy) -> function that writes it, for the models that this rank holds."""
+    """Sub-folder of a model ('' for the policy) -> function that writes the model, for the models that this rank
+    holds."""
     state: dict | None
     """State of the run, JSON-serialisable; only rank 0's value is written."""
     mine: Any = None
@@ -45,7 +46,7 @@ class Content:
     facts: dict[str, Any] = field(default_factory=dict)
     """Further entries of the manifest."""
     expected_bytes: int = 0
-    """Estimated size of the checkpoint; so many bytes must be free on the disk before it is written."""
+    """Estimated size of the checkpoint in bytes; the disk must have this much free space before it is written."""
 
 
 def content_of(
@@ -94,7 +95,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
             on_first(lambda: published.publish(temporary, root, step), world)
     except BaseException as error:
         if world.is_first:
-            # If another job has taken the folder, it probably caused the error, so this is reported instead.
+            # If another job has taken the folder, it probably caused the error, so TakenError is raised instead.
             if taken := lock.problem():
                 raise lock.TakenError(taken) from error
             shutil.rmtree(temporary, ignore_errors=True)
@@ -169,7 +170,7 @@ def find_resume(root: Path, world: World) -> Path | None:
 
 
 def load(folder: Path, models: Models) -> dict:
-    """Load the models that train from a verified checkpoint; return the state saved with it. Collective.
+    """Load a verified checkpoint into the models that train; return the run's state that it holds. Collective.
 
     Raises ValueError if the checkpoint lacks a model that this run trains.
     """
@@ -187,7 +188,7 @@ def load(folder: Path, models: Models) -> dict:
 
 
 def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any]:
-    """Return facts for a manifest: layout, hash of the settings that a resume must keep, versions."""
+    """Return facts for a manifest: versions; with `config` also layout and hash of settings that a resume keeps."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -1,7 +1,7 @@
 """Writes and reads a tree of plain values and tensors as one safetensors file, exactly and without pickle.
 
 Leaves are None, bool, int, float, str and torch tensors; branches are dicts with str keys, lists and tuples. The file's
-tensors are those of the tree; its metadata holds the tree around them as JSON.
+tensors are those of the tree; its metadata holds the rest of the tree as JSON.
 """
 
 import json
@@ -16,14 +16,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 KEY = "spmdrl_tree"
-"""Metadata entry that holds the tree."""
+"""Name of the metadata entry that holds the tree."""
 
 
 def write(path: Path, tree: Any) -> None:
     """Write `tree` to `path`. The file appears complete or not at all.
 
     Tensors may be on any device. `read` returns them on the CPU, without gradient; no two of them share memory. Raises
-    TypeError if a value in the tree has another type; the message says where in the tree it is.
+    TypeError if a value has a type that a tree cannot hold; the message says where in the tree the value is.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_packed(tree, tensors, "tree"), separators=(",", ":"))

@@ -20,7 +20,7 @@ named.py         settings that name a function, built-in or in a user's file
 checks.py        checks all values together by the rules of the files below
 rules.py         the rules that settings declare, and those that all jobs share
 methods.py       rules for a method: advantage, loss, correction, filters, critic
-placement.py     the ranks that train, sample and score, and their rules
+placement.py     numbers of ranks that train, sample and score, and rules for these roles
 backends.py      rules for the axes of the mesh and each policy backend
 engines.py       facts about the engines and adapters, and rules for them
 rewards.py       rewards that settings name, and rules for them and for the sandbox of programs

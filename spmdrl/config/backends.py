@@ -24,7 +24,7 @@ OF_FSDP = {
     "policy.attention": "needs --policy.backend fsdp; leave it out",
     "lora.rank": "adapters need --policy.backend fsdp; take 0",
 }
-"""Setting that only one backend reads (`OF_MEGATRON`: Megatron) -> advice if another backend is chosen."""
+"""Setting that only Megatron (`OF_MEGATRON`) or only FSDP (`OF_FSDP`) reads -> advice if the other one is chosen."""
 NO_DTYPE = {
     "float64": "Megatron's optimizer does not support it; take float32",
     "float16": "only the fsdp backend has a loss scale; take bfloat16",
@@ -70,7 +70,7 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _check_megatron(problems: Problems, world_size: int) -> None:
-    """Add lines for what Megatron refuses with any model; `policy/megatron/layout.py` checks the model itself."""
+    """Add lines for settings that Megatron refuses with any model; `policy/megatron/layout.py` checks the model."""
     config = problems.config
     axes = config.parallel
     if importlib.util.find_spec("megatron") is None:

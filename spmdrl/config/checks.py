@@ -19,7 +19,7 @@ TRACKERS = ("jsonl", "tensorboard", "wandb")
 
 
 def check(config: Config, world_size: int, here: bool = True) -> None:
-    """Check all settings together; the only files read are those that settings name. Raises ConfigError.
+    """Check all settings together, and read no files but those that settings name. Raises ConfigError.
 
     The error has a line for every problem: the flag to change, its value and the valid values. The arguments are those
     of `run_problems`.

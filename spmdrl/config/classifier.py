@@ -20,8 +20,8 @@ class ClassifierConfig:
     """Label -> factor on its score; a label that is not listed has factor 0. Empty: factor 1, for a model with one
     label."""
     tokenizer: Literal["auto", "own"] = "auto"
-    """Tokens that the model reads. `auto`: the policy's tokens if both tokenizers give them the same numbers, else the
-    text in the model's tokens. `own`: always the text in the model's tokens."""
+    """Tokens that the model reads. `auto`: the policy's tokens if both tokenizers give them the same numbers; in all
+    other cases as `own`. `own`: the text, tokenized by the model's tokenizer."""
     steps: str = ""
     """Text that separates reasoning steps, each of which is scored at its end. Empty: only the end of the response is
     scored."""
@@ -30,7 +30,7 @@ class ClassifierConfig:
 
 
 def is_classifier(value: str) -> bool:
-    """Return True if `value`, of `--reward.model`, names a YAML file instead of a model."""
+    """Return True if `value`, a value of `--reward.model`, names a YAML file instead of a model."""
     return value.endswith(SUFFIXES)
 
 

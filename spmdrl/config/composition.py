@@ -32,8 +32,8 @@ def loss_of(cfg: Any) -> "Loss":
 def advantage_alone(cfg: Any) -> bool:
     """Return True if a sequence with zero advantage contributes nothing to an update, so that it may be left out.
 
-    This is False for a loss of a user, which may have terms that the advantage does not multiply, and with an auxiliary
-    loss or a router bias that balances experts, which depend on all tokens.
+    This is False if the update has terms that the advantage does not multiply (KL, entropy, positive_coef, balancing of
+    experts), and for losses that may have such terms (`Loss.skips`), such as those of users.
     """
     algo, policy = cfg.algo, cfg.policy
     more = algo.kl_coef or algo.entropy_coef or algo.positive_coef or policy.moe_aux_loss or policy.moe_bias_rate
@@ -49,7 +49,8 @@ def aggregation(cfg: Any) -> str:
 def needs(cfg: Any) -> frozenset[str]:
     """Return the inputs that a step needs in addition to samples, such as `critic`.
 
-    Raises ValueError if the advantage reads a field that no part of a step fills.
+    Raises ValueError if the advantage reads a field that no part of a step fills, or scores of steps that no model
+    gives.
     """
     from spmdrl.algos.estimators import ADVANTAGES
 

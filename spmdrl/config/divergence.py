@@ -15,7 +15,7 @@ class DivergenceConfig:
     """Kind of divergence. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between: GKD's
     generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
     top_k: int = setting(0, at_least(0), only_with=lambda c: c.has_teacher)
-    """Number K of the teacher's most likely tokens at each position that are compared. 0: all tokens of the
+    """Number K of tokens that are compared at each position: the most likely ones of the teacher. 0: all tokens of the
     vocabulary."""
     tail: Literal["bucket", "renormalize"] = setting("bucket", only_with=lambda c: c.has_teacher)
     """Treatment of tokens that are not among the K most likely ones (`top_k`): `bucket` counts them as one token;

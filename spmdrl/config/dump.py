@@ -30,7 +30,7 @@ _SECRET_VARIABLE = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|SECRET)KEY|(^|_)KEY(_ID)?|(^|_)PAT)$", re.IGNORECASE
 )
 LEAST = 8
-"""Least characters of an environment variable's value that is removed from text; shorter values may be plain words."""
+"""Minimum length, in characters, of an environment variable's value that is removed; shorter ones may be words."""
 
 
 def redact(name: str, value: Any) -> Any:

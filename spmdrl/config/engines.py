@@ -15,8 +15,9 @@ VLLM_RANK = 512
 
 
 def engine_name(config: Config) -> str:
-    """Return the engine's name; `auto` means vllm if it is installed for the device and supports `--model.dtype`, else
-    hf.
+    """Return the engine's name.
+
+    `auto` means vllm if it is installed for the device and supports `--model.dtype`, else hf.
     """
     if config.rollout.engine != "auto":
         return config.rollout.engine
@@ -49,7 +50,8 @@ def on_cpu(config: Config) -> bool:
 def sleep_level(config: Config, on_cpu: bool) -> int:
     """Return the sleep level; `auto` means 2, unless the run uses a CPU or pushes only adapters.
 
-    Every push then overwrites the weights, so that a copy of them on the host (level 1) would be useless.
+    At level 2 the engine drops its weights. The next push replaces them, so a copy on the host (level 1) would be
+    useless.
     """
     if config.rollout.sleep_level != "auto":
         return config.rollout.sleep_level
@@ -58,7 +60,7 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
 
 
 def starts_empty(config: Config) -> bool:
-    """Return True if vLLM or SGLang start without weights and get them by the first push, as the hf engine always does.
+    """Return True if vLLM or SGLang starts without weights and gets them by the first push, as the hf engine does.
 
     With 8-bit weights both engines read the model's folder, because they quantise while reading.
     """
@@ -176,5 +178,5 @@ Part = Literal["model", "base", "adapter"]
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """Return the parts of the policy that are pushed to engines; of two parts, only the last changes between pushes."""
+    """Return the parts of the policy that are pushed to engines; of two parts, only the second changes later."""
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

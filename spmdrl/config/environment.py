@@ -30,23 +30,25 @@ class EnvironmentConfig:
     settings: dict = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
     max_turns: int = setting(16, COUNT)
-    """Most responses in an episode. After the last response the environment answers once more, and the episode ends."""
+    """Maximum number of responses in an episode. After the last one the environment answers once more, and the episode
+    ends."""
     turn_tokens: int = setting(0, NOT_NEGATIVE)
-    """Most tokens of one response; a longer one is cut and passed to the environment. 0: no limit but that of the
-    episode's tokens."""
+    """Maximum number of tokens of one response; a longer one is cut there, and the environment gets the cut response.
+    0: no limit but that of the episode's tokens."""
     max_seconds: float = setting(0.0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Most seconds that an episode may take in the environment and in the engine together; 0: no limit. A run that
+    """Maximum number of seconds that an episode may take in environment and engine together; 0: no limit. A run that
     reaches this limit is not exactly repeatable."""
     timeout: float = setting(30.0, POSITIVE, free=Free.LIMIT)
-    """Most seconds that one call of the environment may take. An attribute `timeout_s` of the environment replaces this
-    limit."""
+    """Maximum number of seconds that one call of the environment may take. An attribute `timeout_s` of the environment
+    replaces this limit."""
     reward_timeout: float = setting(60.0, POSITIVE, free=Free.LIMIT)
-    """Most seconds that the environment may take to compute the final reward of an episode."""
+    """Maximum number of seconds that the environment may take to compute the final reward of an episode."""
     on_timeout: Literal["tell", "end"] = "tell"
-    """What follows a call that took too long: the model reads a message about it (`tell`), or the episode ends
+    """Consequence of a call that took too long: the model reads a message about it (`tell`), or the episode ends
     (`end`)."""
     longest_answer: int = setting(10_000, COUNT)
-    """Most characters of a tool's answer that the model reads. A longer answer is cut, with a mark at the cut."""
+    """Maximum number of characters of a tool's answer that the model reads. A longer one is cut, with a mark at the
+    cut."""
     cut: Literal["head", "tail", "middle"] = "middle"
     """Part of a tool's answer that is kept if the answer is longer than `longest_answer`: its beginning (`head`), its
     end (`tail`), or both without the middle (`middle`)."""
@@ -54,15 +56,15 @@ class EnvironmentConfig:
     """The form in which the model writes tool calls (docs/conversations.md). `auto`: the form that the chat template
     uses."""
     history: Literal["keep", "branch"] = "keep"
-    """What happens if a chat template renders earlier turns differently once later turns follow: `keep` continues with
-    the sampled tokens, and `branch` starts a branch of the episode with the new rendering."""
+    """Treatment of a chat template that renders earlier turns differently once later turns follow: `keep` continues
+    with the sampled tokens, and `branch` starts a branch of the episode with the new rendering."""
     max_open: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Most episodes of an engine that are open at the same time, counted in complete groups. 0: all episodes of the
-    engine."""
+    """Maximum number of an engine's episodes that are open at the same time; groups are always opened completely. 0: no
+    limit."""
     workers: int = setting(1, COUNT, free=Free.LIMIT)
     """Number of processes that run environments, for each engine."""
     memory_mb: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Most memory in MiB that each process that runs environments may use; 0: no limit."""
+    """Maximum memory, in MiB, of each process that runs environments; 0: no limit."""
     python: str = setting("", free=Free.LIMIT)
     """Python interpreter of the processes that run environments, for environments whose packages conflict with the
     run's. It needs PyYAML and the environment's packages. Empty: the run's interpreter."""

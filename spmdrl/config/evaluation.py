@@ -28,7 +28,7 @@ class EvaluationRolloutConfig(schema.RolloutConfig):
 
 @dataclass
 class BadSampleConfig:
-    """What happens to samples that cannot be graded."""
+    """Treatment of samples that cannot be graded."""
 
     bad_sample: Literal["stop", "skip"] = FilterConfig.bad_sample
     """If a reward or an engine's logp is not a number, `stop` ends the job and names the sample, and `skip` leaves the
@@ -37,7 +37,7 @@ class BadSampleConfig:
 
 @hides(Job.EVALUATE)
 class EvaluationDataConfig(schema.DataConfig):
-    """Where prompts come from and how they are rendered."""
+    """Source of the prompts, and how they are rendered."""
 
 
 @hides(Job.EVALUATE)
@@ -97,7 +97,7 @@ def check_config(cfg: EvaluationConfig, world_size: int) -> None:
 
 
 def evaluation_lines(cfg: schema.Config, world_size: int) -> list[str]:
-    """Return the lines of an evaluation's plan, printed at its start. cfg: what `as_run` returned."""
+    """Return the lines of an evaluation's plan, printed at its start. cfg: the value of `as_run`."""
     of, longest = cfg.engine_ranks, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"
     engines = f"{count(samplers(cfg, world_size) // of, 'engine')} of {count(of, 'rank')}"

@@ -26,15 +26,16 @@ class JudgeConfig:
     """The judge's model if it runs in the run's engine and not behind a URL: `policy` for the policy itself, or a
     frozen model of the policy's architecture, in a form that `--model.path` takes."""
     max_prompt_tokens: int = setting(4096, COUNT)
-    """Most tokens of a question to a judge in the engine. A response whose question is longer gets no score."""
+    """Maximum number of tokens of a question to a judge in the engine. A response with a longer question gets no
+    score."""
     max_new_tokens: int = setting(512, COUNT)
-    """Most tokens of an answer of a judge in the engine."""
+    """Maximum number of tokens of an answer of a judge in the engine."""
     rubric: str = ""
     """Text that tells the judge what earns which grade. Empty: a rubric that asks for correctness first, then for
     completeness and clarity."""
     compare: int = setting(0, NOT_NEGATIVE)
-    """Most other responses of its group that a response is compared with, each in both orders. 0: every response is
-    graded by itself."""
+    """Maximum number of other responses of its group with which a response is compared, each in both orders. 0: every
+    response is graded by itself."""
     votes: int = setting(1, COUNT)
     """Number of answers (votes) that the judge gives to each question; their grades are averaged."""
     scale: int = setting(10, COUNT)
@@ -43,16 +44,17 @@ class JudgeConfig:
     temperature: float = setting(0.0, NOT_NEGATIVE)
     """Sampling temperature of the judge."""
     max_chars: int = setting(20000, COUNT)
-    """Most characters of a response that the judge reads; a longer one is cut, with a mark at the cut."""
+    """Maximum number of characters of a response that the judge reads; a longer one is cut, with a mark at the cut."""
     timeout: float = setting(120.0, POSITIVE)
-    """Most seconds of a request, from its start to the last byte of the answer."""
+    """Maximum duration of a request in seconds, from its start to the last byte of the answer."""
     retries: int = setting(4, NOT_NEGATIVE)
-    """Most further attempts for a vote after a rate limit, a failure or an answer without a verdict. If all attempts
-    fail, the sample gets no score (`--reward.max-ungraded`)."""
+    """Maximum number of further attempts for a vote after a rate limit, a failure or an answer without a verdict. If
+    all attempts fail, the sample gets no score (`--reward.max-ungraded`)."""
     concurrency: int = setting(16, COUNT)
-    """Most requests that each rank has in flight at the same time."""
+    """Maximum number of requests that each rank has in flight at the same time."""
     budget: int = setting(0, NOT_NEGATIVE)
-    """Most requests that each rank may send during the job; a rank that needs more ends the job. 0: no limit."""
+    """Maximum number of requests that a rank may send in the whole job; a rank that needs more ends the job. 0: no
+    limit."""
     cache: str = ""
     """Folder that stores answers, so that no question is sent twice; ranks and jobs may share it. Empty: answers are
     not stored."""
@@ -96,7 +98,7 @@ def frozen_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
 
 
 def judged_tokens(config: Config) -> int:
-    """Return the most tokens of a question and its answer together, in the engine; 0 if no judge runs in the engine."""
+    """Return the maximum number of tokens of a question with its answer in the engine; 0 if no judge runs in it."""
     return max((j.max_prompt_tokens + j.max_new_tokens for _, j in engine_judges(config)), default=0)
 
 
@@ -203,9 +205,9 @@ def _conflicts(config: Config, found: list[tuple[str, JudgeConfig]]) -> list[str
 
 
 def _group_problems(config: Config, file: str) -> list[str]:
-    """Return a line for each setting that gives a judge that compares responses only one response to a prompt."""
+    """Return a line for each setting by which a prompt has only one response, so that a judge has none to compare."""
     algo, problems = config.algo, []
-    # remax samples a greedy response, with which the judge compares; an advantage in a user's file may do so, too.
+    # remax also samples a greedy response, which the judge compares; an advantage in a user's file may do so, too.
     alone = algo.advantage != "remax" and ".py" not in algo.advantage
     for flag, samples, compared in (
         ("--rollout.samples-per-prompt", config.rollout.samples_per_prompt, alone),

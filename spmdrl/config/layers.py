@@ -115,7 +115,7 @@ def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
 
 
 def context_of(path: str) -> int:
-    """Return the most tokens of a sequence that a model's config.json allows; MANY if the file cannot be read."""
+    """Return the maximum sequence length, in tokens, in a model's config.json; MANY if it cannot be read."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config") or config
@@ -191,7 +191,7 @@ def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
 
 
 def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
-    """Return the entries of a file written by a run that only repeat its preset, if another method is now chosen.
+    """Return the entries of a run's file that only repeat the run's preset; none if the method is unchanged.
 
     These entries must not override the new method. found: the file's entries. every: those of all files and flags.
     """

@@ -29,7 +29,7 @@ class AlgoConfig:
     """Optimizer updates on the experience of one step; each update takes an equal share of the step's prompts."""
     gamma: float | None = setting(None, UNIT)
     """Discount factor for each token (gae, reinforce_plus_plus, gigpo, prime) or for each turn (turn_gae, turn_rloo).
-    None here and below: the method's default, unless the text says otherwise."""
+    None, here and for settings below whose text does not say otherwise: the method's default."""
     lam: float | None = setting(None, UNIT)
     """GAE lambda of the policy's advantages, for each token (gae) or for each turn (turn_gae)."""
     critic_lam: float | None = setting(None, UNIT)
@@ -37,7 +37,7 @@ class AlgoConfig:
     length_adaptive: float | None = setting(None, POSITIVE)
     """VAPO's alpha, which makes lambda depend on the length: lambda = 1 - 1 / (alpha * sampled tokens). None: off."""
     step_weight: float | None = setting(None, NOT_NEGATIVE)
-    """Weight of a turn's advantage in gigpo, which is added to the advantage of the episode."""
+    """Weight with which gigpo adds a turn's advantage to the advantage of the episode."""
     part_weights: tuple[str, ...] = ()
     """Parts of the reward that GDPO normalises separately, as `name=weight`; the part `score` is the complete reward.
     Empty: the score and all parts, each with weight 1. If the score is the sum of the parts, name only the parts."""
@@ -70,12 +70,12 @@ class AlgoConfig:
     kl_coef: float = setting(0.0, NOT_NEGATIVE)
     """Weight of the KL divergence from the reference. 0: off."""
     kl_in: Literal["loss", "reward"] = setting("loss", only_with=lambda c: c.has_reference)
-    """Where the KL to the reference enters: it is added to the loss, or subtracted from the reward."""
+    """Use of the KL to the reference: it is added to the loss (`loss`), or subtracted from the reward (`reward`)."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = setting("k3", only_with=lambda c: c.has_reference)
     """Estimator of the KL from sampled tokens. With a + at the end, the gradient is k2's (straight-through)."""
     kl_target: float | None = setting(None, POSITIVE)
-    """KL per token, in nats, that a controller reaches by changing `kl_coef`, such as 0.1. None: `kl_coef` is
-    constant."""
+    """Target of the KL per token, in nats, such as 0.1: a controller changes `kl_coef` to keep the KL near it. None:
+    `kl_coef` is constant."""
     kl_horizon: float = setting(10000.0, POSITIVE, only_with=lambda c: c.algo.kl_target is not None and c.has_reference)
     """Horizon of the KL controller in samples: the larger it is, the more slowly `kl_coef` changes."""
     entropy_coef: float = setting(0.0, FINITE)
@@ -122,7 +122,7 @@ class ShapingConfig:
     """Normalise rewards to mean 0 and standard deviation 1, over the step (`batch`) or over the run so far
     (`running`)."""
     overlong_buffer: int = setting(0, NOT_NEGATIVE)
-    """Tokens before max_new_tokens at which DAPO's soft penalty of overlong responses begins. 0: no penalty."""
+    """DAPO's soft penalty of overlong responses begins this number of tokens before max_new_tokens. 0: no penalty."""
     overlong_factor: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.shaping.overlong_buffer)
     """Size of DAPO's overlong penalty for a response of max_new_tokens tokens."""
     mask_cut: bool = setting(False, only_with=lambda c: c.has_advantages)
@@ -143,14 +143,14 @@ class FilterConfig:
     between `low` and `high`), or those that path/to/file.py:function selects. Further prompts are sampled until
     prompts_per_step groups are kept. Empty: all groups are kept."""
     metric: str = setting("", only_with=lambda c: c.filter.keep)
-    """Part of the reward that `keep` reads in place of the reward (0 if the grading timed out). Empty: the reward."""
+    """Part of the reward that `keep` reads; it counts as 0 if the grading timed out. Empty: the complete reward."""
     low: float = setting(0.2, FINITE, only_with=lambda c: c.filter.keep == "accuracy_range")
     """Lowest group mean that accuracy_range keeps."""
     high: float = setting(0.8, FINITE, only_with=lambda c: c.filter.keep == "accuracy_range")
     """Highest group mean that accuracy_range keeps."""
     max_rounds: int = setting(10, COUNT, free=Free.LIMIT, only_with=lambda c: c.filter.keep)
-    """Most rounds of prompts_per_step prompts that one step may sample to find enough groups. The run ends if they do
-    not suffice."""
+    """Maximum number of rounds, each of prompts_per_step prompts, that a step may sample to find enough groups. The run
+    ends if they do not suffice."""
     resample: str = setting("none", only_with=lambda c: c.has_advantages)
     """How PF-PPO draws the sequences to learn from, with replacement, by their rewards: `pow` (in proportion to
     |reward| to the power 2, or p with `pow=p`), `max_min`, `max_random`, or within each group `best_random`,

@@ -38,7 +38,7 @@ def method_problems(config: Config) -> list[str]:
 
 
 def _not_run(*_: Any) -> Any:
-    """Function in place of a user's function, whose file is not imported while settings are checked."""
+    """Stand in for a user's function, whose file is not imported while settings are checked."""
 
 
 def _check_step(problems: Problems, advantage: "Advantage") -> None:

@@ -1,4 +1,4 @@
-"""Finds the settings that fill the parameters of a loss or an advantage, in algos/ or in a user's file, by name."""
+"""Finds, by name, the settings that fill the parameters of a loss or an advantage, built-in or in a user's file."""
 
 import functools
 import inspect
@@ -24,7 +24,7 @@ NAMED = {
 
 
 def parameters_of(function: Callable) -> dict[str, str]:
-    """Return the setting that fills each parameter of a loss or an advantage; other parameters are left out."""
+    """Return parameter -> the setting that fills it, for parameters of a loss or an advantage that have a setting."""
     known = leaves(Config)
     names = {name: NAMED.get(name, f"algo.{name}") for name in inspect.signature(function).parameters}
     return {name: setting for name, setting in names.items() if setting in known}

@@ -14,7 +14,7 @@ WRITTEN = (
     ".config.yaml.part",
     "metrics.jsonl",
     "samples.jsonl",
-    # A file ends in `.part` while it is shortened, and in `.old`, `.old-1`, ... if an older run left it.
+    # A file's name ends in `.part` while it is shortened, and in `.old`, `.old-1`, ... if an older run left it.
     "metrics.jsonl.*",
     "samples.jsonl.*",
 )

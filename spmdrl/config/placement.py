@@ -79,7 +79,7 @@ def placement_problems(config: Config) -> list[str]:
 
 
 def ranks_line(config: Config, world_size: int, mesh: str) -> str:
-    """Return the ranks and their roles for the plan: `4 = ...`. mesh: text for the mesh of the ranks that train."""
+    """Return a text with the ranks and their roles: `4 = dp_shard 4`. mesh: text for the training ranks' mesh."""
     parallel = config.parallel
     if parallel.placement == "colocated":
         return f"{world_size} = {mesh}"

@@ -66,7 +66,7 @@ def shards(config: Config, world_size: int) -> int:
 
 
 def ranks(config: Config, world_size: int) -> str:
-    """Return text for the plan: the number of ranks in each role, and the mesh of the ranks that train."""
+    """Return a text with the number of ranks in each role, and the mesh of the ranks that train."""
     axes = config.parallel
     sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shards(config, world_size)}
     sizes |= {"sp": axes.sp, "cp": axes.cp, "tp": axes.tp}

@@ -52,7 +52,7 @@ PAIRS = ("builtin:reverse-pairs",)
 @hides(Job.PREFERENCE)
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
-    """Where rows come from: pairs of responses, or responses with a label."""
+    """Source of the rows: pairs of responses, or responses with a label."""
 
     chosen_column: str = setting("chosen", only_with=lambda c: c.reads_pairs)
     """Column with the better response, as text or messages. If no column holds the prompt, it contains the complete
@@ -70,8 +70,8 @@ class FixedModelConfig:
     path: str = setting("", only_with=lambda c: c.has_reference)
     """The reference model, in a form that `--model.path` takes. Empty: the starting model."""
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
-    """Number of steps between moves of the reference to the policy (TR-DPO, https://arxiv.org/abs/2404.09656). 0: the
-    reference never moves."""
+    """Number of steps between moves of the reference to the policy's weights (TR-DPO,
+    https://arxiv.org/abs/2404.09656). 0: the reference never changes."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
     """Share of the policy's weights in the reference after each move (`refresh_every`); 1 copies the policy."""
     precompute: bool = setting(False, only_with=lambda c: c.has_reference)
@@ -140,9 +140,7 @@ class PreferenceConfig(SupervisedConfig):
 
 
 def losses_of(method: PreferenceMethod) -> dict[str, float]:
-    """Return the losses of a method: name in `algos.preference` -> weight. Raises ValueError for a wrong name or
-    weight.
-    """
+    """Return loss (name in `algos.preference`) -> weight of a method. Raises ValueError for a wrong name or weight."""
     # This is imported late, here and below, because the module needs torch, and `--help` must work without torch.
     from spmdrl.algos.preference import LOSSES, SFT
 

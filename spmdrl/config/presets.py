@@ -25,7 +25,7 @@ class Preset:
 
 
 def _preset(title: str, paper: str, advantage: str, loss: str, aggregation: str, **settings: Any) -> Preset:
-    """Return a preset. paper: an arXiv number or a URL. settings: `x` means `algo.x`, `section__x` `section.x`."""
+    """Return a preset. paper: an arXiv number or a URL. settings: `x` is `algo.x`, `section__x` is `section.x`."""
     url = paper if paper.startswith("https:") else f"https://arxiv.org/abs/{paper}"
     named = {"advantage": advantage, "loss": loss, "aggregation": aggregation} | settings
     return Preset(title, url, {(k.replace("__", ".") if "__" in k else f"algo.{k}"): v for k, v in named.items()})
@@ -120,9 +120,9 @@ PRESETS: dict[str, Preset] = {
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
     """Return dotted name -> value of the settings of a preset.
 
-    loss, advantage: what a user chose in place of the preset's, or "". Values that only losses (or advantages) read are
-    then dropped, so that the chosen function keeps its defaults. With a loss from a user's file the preset's
-    aggregation stays. Raises KeyError for an unknown preset.
+    loss, advantage: the names that a user chose in place of the preset's; "" if none. Values that only losses (or
+    advantages) read are then dropped, so that the chosen function keeps its defaults. With a loss from a user's file
+    the preset's aggregation stays. Raises KeyError for an unknown preset.
     """
     settings = dict(PRESETS[name].settings)
     gone: set[str] = set()

@@ -18,7 +18,7 @@ COMMAND_LINE = "command line"
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 MOST_NODES, MOST_LEVELS = 10_000, 8
-"""Most entries and most nested sections of a YAML file; entries that an alias repeats count again."""
+"""Maximum numbers of entries and of section levels in a YAML file; entries that an alias repeats count again."""
 RESAMPLE, POWER = "filter.resample", "filter.resample_power"
 """The setting of the resampling method, and the key under which files of other versions hold its power."""
 CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.1"
@@ -33,7 +33,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """What a command line and its files give: the settings, and where they come from."""
+    """Result of reading a command line and its files: the settings, and where they come from."""
 
     config: C
     dry_run: bool = False

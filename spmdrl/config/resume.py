@@ -105,9 +105,9 @@ def differences(
 ) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
-    A setting that the file lacks counts as its default, because the file may be older than the setting. A run whose
-    folder names no chat template rendered messages with ChatML. given: settings that the user named. kinds: as in
-    `entry_point`.
+    A setting that the file lacks counts as its default, because the file may be older than the setting. If the file
+    names no chat template, its run rendered messages with ChatML, so `chatml` is no change. given: settings that the
+    user named. kinds: as in `entry_point`.
     """
     out, there = Differences(), {}
     try:
@@ -144,8 +144,9 @@ def differences(
 
 
 def settings_to_record(cfg: TrainingConfig) -> TrainingConfig:
-    """Return the settings to write into config.yaml: without those that apply only to this start, and with the engine
-    that `auto` resolves to.
+    """Return the settings to write into config.yaml.
+
+    `fresh` and `allow_changes`, which apply only to this start, are reset; the engine is the one that `auto` means.
     """
     cfg = replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
     if hasattr(cfg, "rollout"):

@@ -13,7 +13,7 @@ from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supe
 @hides(Job.REWARD_MODEL)
 @dataclass
 class ScoredDataConfig(PreferenceDataConfig):
-    """Where rows come from: pairs of responses, or responses whose steps have labels."""
+    """Source of the rows: pairs of responses, or responses whose steps have labels."""
 
     margin_column: str = setting("margin", only_with=lambda c: c.reads_pairs)
     """Column with the margin by which the better response should score higher. The column may be missing."""

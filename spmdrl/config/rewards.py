@@ -27,9 +27,7 @@ def functions(reward: RewardConfig) -> list[str]:
 
 
 def short_name(function: str) -> str:
-    """Return the short name of a reward, for metrics: that of the built-in or the function, or the file's without
-    suffix.
-    """
+    """Return a reward's name in metrics: that of the built-in or the function, or a file's name without suffix."""
     file, _, name = function.rpartition(":")
     return name if file else Path(function).stem
 
@@ -53,7 +51,7 @@ def runs_programs(reward: RewardConfig) -> bool:
 
 
 def kwargs_of(reward: RewardConfig) -> dict:
-    """Return the object in `--reward.kwargs`. Raises ValueError, without the text, which may contain a key."""
+    """Return the object in `--reward.kwargs`. A ValueError does not show the text, which may contain a key."""
     return read_json("--reward.kwargs", reward.kwargs, '{"name": 1}')
 
 
@@ -90,9 +88,7 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def reward_model_problems(config: Config) -> list[str]:
-    """Return a line for each problem of the file that `--reward.model` names, and if a process reward model is needed
-    but missing.
-    """
+    """Return a line for each problem of the file in `--reward.model`, or about a missing process reward model."""
     try:
         found = classifier_of(config.reward.model)
     except ValueError as error:

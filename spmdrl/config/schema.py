@@ -42,9 +42,10 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", free=Free.WATCHED)
     """Device to run on. `auto`: GPUs if torch sees one for each local rank, else the CPU."""
     timeout: float = setting(600.0, POSITIVE, free=Free.WATCHED)
-    """Most seconds that a collective waits for a missing rank; after this time all ranks are ended."""
+    """Maximum number of seconds that a collective waits for a missing rank; after this time all ranks are ended."""
     grace: float = setting(60.0, POSITIVE, free=Free.WATCHED)
-    """Most seconds after SIGUSR1 (or SIGTERM) in which the job finishes or abandons the step, saves and exits."""
+    """Maximum number of seconds that the job takes after SIGUSR1 (or SIGTERM) to finish or abandon the step, save and
+    exit."""
     deterministic: bool = setting(False, free=Free.WATCHED)
     """Make two runs on the same layout equal to the last bit (also `--deterministic`), which is slower: with torch's
     deterministic algorithms, a static assignment, and batch-invariant kernels in vLLM and SGLang on GPUs."""
@@ -172,8 +173,8 @@ class PolicyConfig:
     """Backend that trains the model. `fsdp`: any HF transformer under FSDP2. `megatron`: the model families of
     docs/megatron.md, with tensor, pipeline, context and expert parallelism."""
     max_tokens_per_microbatch: int = setting(8192, COUNT, free=Free.COMPUTED)
-    """Most tokens that are packed into one forward, on one rank or on all sp ranks together. This changes speed and
-    memory, and never the result."""
+    """Maximum number of tokens that are packed into one forward, on one rank or on all sp ranks together. This changes
+    speed and memory, and never the result."""
     activation_checkpointing: Literal["none", "full", "selective"] = setting("none", free=Free.COMPUTED)
     """Activations that the backward pass recomputes to save memory. `full`: those of complete layers, which takes up to
     a third more time. `selective` (Megatron): those inside the attention, between its projections."""
@@ -201,16 +202,16 @@ class PolicyConfig:
     all other cases `padded`."""
     chunked_loss: bool = setting(True, free=Free.COMPUTED)
     """FSDP: compute a loss that is independent for each token in chunks of tokens, together with the output head. If a
-    micro-batch has several chunks (on a GPU, of 1,900 tokens for 152k bfloat16 logits), this saves a quarter of the
-    head's work, but needs memory for a float32 copy of the head's gradient in addition to the activations. Other
-    losses, and with False all losses, read logp of the complete micro-batch."""
+    micro-batch has several chunks (on a GPU a chunk has 1,900 tokens for 152k bfloat16 logits a token), this saves a
+    quarter of the head's work, but needs memory for a float32 copy of the head's gradient in addition to the
+    activations. Other losses, and with False all losses, read logp of the complete micro-batch."""
     liger: bool = setting(False, free=Free.COMPUTED)
     """FSDP on GPUs: use Liger's kernels for RMSNorm, rotary embedding and SwiGLU (`pip install liger-kernel`)."""
     share_prompts: bool = setting(True, free=Free.COMPUTED)
     """Compute the prompt that the samples of a group share only once, in forward and backward. This changes speed and
     memory, and never the result."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Where parameters and optimizer state, also the critic's, are while the engine samples. `none`: on the device.
+    """Place of parameters and optimizer state, also of the critic's, while the engine samples. `none`: on the device.
     `host`: in pinned host memory (on a CPU they are not moved). `disk`: in a temporary file in $TMPDIR or /var/tmp."""
 
 
@@ -241,7 +242,7 @@ class ReferenceConfig:
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
     """Number of steps between copies of the policy's weights into the reference. 0: the reference never changes."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Where frozen models are while the engine samples; values as for `--policy.offload`."""
+    """Place of the frozen models while the engine samples; values as for `--policy.offload`."""
 
 
 def is_average(reference: Any) -> bool:
@@ -270,10 +271,11 @@ class RolloutConfig:
     samples_per_prompt: int = setting(8, COUNT, unread_by=(Job.EVALUATE,))
     """Number of samples of each prompt; they form a group."""
     max_prompt_tokens: int = setting(512, COUNT)
-    """Most tokens of a prompt. Longer prompts are dropped when the prompts are read, and counted."""
+    """Maximum number of tokens of a prompt. Longer prompts are dropped when the prompts are read; the log shows their
+    number."""
     max_new_tokens: int = setting(8, COUNT)
-    """Most tokens of a response. The default shown is for the demo. For another model on your own rows it is 1024, or
-    half of the model's context if that is less."""
+    """Maximum number of tokens of a response. The default shown is for the demo. For another model on your own rows it
+    is 1024, or half of the model's context if that is less."""
     temperature: float = setting(1.0, POSITIVE, unread_by=(Job.EVALUATE,))
     """Sampling temperature. Engine and trainer also compute logp at this temperature."""
     top_p: float = setting(1.0, SHARE, unread_by=(Job.EVALUATE,))
@@ -286,11 +288,11 @@ class RolloutConfig:
     """Factor on the number of prompts that a step starts: sampling stops when prompts_per_step groups are complete, and
     unfinished groups are cut. Prompts that no engine has started by then are left for the next step."""
     partial_steps: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Most steps in which a cut group continues; after them the run waits until the group is complete. 0: cut groups
-    are dropped, and so are prompts that a static assignment did not start (rollout/unbegun_prompts). Checkpoints
-    include unfinished groups."""
+    """Maximum number of steps in which a cut group continues; after them the run waits until the group is complete. 0:
+    cut groups are dropped, and so are prompts that a static assignment did not start (metric rollout/unbegun_prompts).
+    Checkpoints include unfinished groups."""
     max_sequences: int = setting(64, COUNT, free=Free.DRAWN)
-    """Most sequences that one engine runs at the same time."""
+    """Maximum number of sequences that one engine runs at the same time."""
     kv_cache_gib: float = setting(0.0, NOT_NEGATIVE, free=Free.DRAWN)
     """Size of the KV cache of vLLM or SGLang on one rank, in GiB. 0: on a CPU what the sequences need, at most 0.25
     GiB; on a GPU what gpu_memory_utilization leaves for it."""
@@ -324,7 +326,7 @@ class RolloutConfig:
     """Mean difference of a step between the engine's and the trainer's logp above which the job ends, because engine
     and trainer do not hold the same model. 0: never."""
     push_bucket_mib: int = setting(256, COUNT, free=Free.DRAWN)
-    """Most MiB of weights that are pushed to the engine at once, as one bucket."""
+    """Maximum size, in MiB, of the weights that are pushed to the engine at once (a bucket)."""
     enforce_eager: bool = setting(False, free=Free.DRAWN)
     """Run vLLM or SGLang without CUDA graphs."""
     sglang_push: Literal["memory", "broadcast"] = setting("memory", free=Free.DRAWN)
@@ -334,7 +336,7 @@ class RolloutConfig:
 
 @dataclass
 class DataConfig:
-    """Where prompts come from and how they are rendered."""
+    """Source of the prompts, and how they are rendered."""
 
     RENDERS_MESSAGES: ClassVar[bool] = False
     """True if rows of messages are always rendered by the chat template, whatever the value of `chat`."""
@@ -364,7 +366,7 @@ class DataConfig:
     """JSON object with values of variables of the chat template, such as {"enable_thinking": false}; a row may override
     them."""
     limit: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Most training prompts to read. 0: all."""
+    """Maximum number of training prompts to read. 0: all."""
     shuffle: bool = setting(True, unread_by=(Job.EVALUATE,))
     """Shuffle the prompts anew in every epoch, by `--run.seed`. Off: prompts keep the order of the file, as a
     curriculum needs."""
@@ -388,9 +390,9 @@ class RewardConfig:
     workers: int = setting(1, COUNT, free=Free.LIMIT)
     """Number of grading processes on each rank, for rewards that may take long."""
     timeout: float = setting(5.0, POSITIVE, free=Free.LIMIT)
-    """Most seconds that one grading may take; after this time its process is killed."""
+    """Maximum number of seconds that one grading may take; after this time its process is killed."""
     on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=Free.LIMIT)
-    """What follows a grading that was killed. `error`: the job ends. `zero`: the score and all its parts are 0, and
+    """Consequence of a grading that was killed. `error`: the job ends. `zero`: the score and all its parts are 0, and
     `reward/timeouts` counts it. `auto`: `error` for functions in files, else `zero`."""
     max_ungraded: float = setting(0.05, UNIT, free=Free.LIMIT)
     """Largest share of a step's samples that may have no score, because the tests of their rows cannot be read, or the
@@ -412,16 +414,16 @@ class SandboxConfig:
     FREE: ClassVar[str] = Free.LIMIT
 
     provider: str = "auto"
-    """What isolates the programs: `bubblewrap`, `sandlock`, `docker:IMAGE`, `apptainer:IMAGE`, the URL of a
+    """Sandbox that isolates the programs: `bubblewrap`, `sandlock`, `docker:IMAGE`, `apptainer:IMAGE`, the URL of a
     SandboxFusion service, or `none`, for programs that you trust. `auto`: the first of bubblewrap and sandlock that
     confines a test program; the job ends if neither does."""
     seconds: float = setting(5.0, POSITIVE)
-    """Most seconds that a program may take for one test."""
+    """Maximum number of seconds that a program may take for one test."""
     total_seconds: float = setting(30.0, POSITIVE)
-    """Most seconds that a program may take for all tests of a sample together; tests that it has not reached then
-    fail."""
+    """Maximum number of seconds that a program may take for all tests of a sample together; tests that it has not
+    reached then fail."""
     memory_mib: int = setting(512, at_least(64))
-    """Most memory in MiB that all processes of a program may use together."""
+    """Maximum memory, in MiB, of all processes of a program together."""
 
 
 @dataclass
@@ -433,7 +435,7 @@ class EvalConfig:
     every: int = setting(20, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Number of steps between evaluations; the run also evaluates before the first step and at the end. 0: never."""
     prompts: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Most prompts to evaluate on. 0: all."""
+    """Maximum number of prompts to evaluate on. 0: all."""
     samples: int = setting(1, COUNT, only_with=lambda c: c.is_evaluated)
     """Number of samples of each evaluation prompt. pass@k is reported for every power of two k up to this number."""
     temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)

@@ -43,7 +43,7 @@ class SFTTeacher(DivergenceConfig):
     """Kind of divergence. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between: GKD's
     generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
     temperature: float = setting(1.0, POSITIVE, only_with=lambda c: c.has_teacher)
-    """Temperature: the logits of teacher and student are divided by it."""
+    """Temperature by which the logits of teacher and student are divided."""
     write: str = setting("", only_with=lambda c: c.has_teacher)
     """Folder into which the job writes the teacher's most likely tokens at all trained positions of `--data.train`; it
     does not train. Empty: nothing is written, and the job trains."""

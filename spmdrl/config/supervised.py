@@ -50,7 +50,7 @@ class SupervisedOptimizerConfig(schema.OptimizerConfig):
 
 @dataclass
 class SupervisedDataConfig:
-    """Where rows come from, and which columns hold their dialogues or text."""
+    """Source of the rows, and the columns that hold their dialogues or text."""
 
     RENDERS_MESSAGES: ClassVar[bool] = True
 
@@ -82,7 +82,7 @@ class SupervisedDataConfig:
     """JSON object with values of variables of the chat template, such as {"enable_thinking": false}; a row may override
     them."""
     limit: int = setting(0, NOT_NEGATIVE)
-    """Most rows to take from each source. 0: all."""
+    """Maximum number of rows to take from each source. 0: all."""
     shuffle: bool = True
     """Shuffle the rows anew in every epoch, by `--run.seed`; a stream is shuffled within blocks of rows. Off: rows keep
     the order of the file, as a curriculum needs."""
@@ -91,10 +91,10 @@ class SupervisedDataConfig:
     epochs: float = setting(1.0, POSITIVE)
     """Number of passes over the rows, if `--run.steps` is 0."""
     max_tokens: int = setting(2048, at_least(2))
-    """Most tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """Treatment of a sequence of more than `max_tokens` tokens: `truncate` removes its end, `drop` leaves its row out.
-    Both cases are counted."""
+    The metrics data/truncated and data/dropped count both cases."""
     max_refused: float = setting(0.05, UNIT, free=Free.LIMIT)
     """Largest share of rows that may be refused because a column, a role or the template does not fit. Refused rows
     are named in the log and left out; if there are more, the job ends."""
@@ -110,7 +110,7 @@ class HeldOutConfig:
     """Number of steps between measurements of the loss on `--data.eval`, which is also measured before the first step
     and at the end. 0: never."""
     rows: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Most rows of `--data.eval` to evaluate on. 0: all."""
+    """Maximum number of rows of `--data.eval` to evaluate on. 0: all."""
 
 
 @dataclass
@@ -125,7 +125,7 @@ class GenerateConfig:
     prompts: int = setting(4, COUNT, only_with=lambda c: c.generate.every)
     """Number of prompts: each is a row of `--data.eval`, from its first row on, without its last turn."""
     max_new_tokens: int = setting(128, COUNT, only_with=lambda c: c.generate.every)
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.generate.every)
     """Sampling temperature. 0: the most likely token is always taken (greedy)."""
     engine: Literal["auto", "vllm", "sglang", "hf"] = setting("auto", only_with=lambda c: c.generate.every)
@@ -162,7 +162,7 @@ def streams(config: SupervisedConfig) -> list[str]:
 def supervised_problems(config: SupervisedConfig, world_size: int, longest: int) -> list[str]:
     """Return a line for each setting that is invalid or conflicts with another one.
 
-    longest: most tokens of all sequences of a row together, which must fit into one micro-batch.
+    longest: maximum number of tokens of all sequences of a row together, which must fit into one micro-batch.
     """
     if problems := rule_problems(config):
         return problems
@@ -191,7 +191,7 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
 
 
 def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
-    """Return settings of a reinforcement learning run whose engine samples for this job. folder: that of the model."""
+    """Return settings of a reinforcement learning run whose engine samples for this job. folder: the model's."""
     wanted, parallel = config.generate, config.parallel
     shared = {each.name: getattr(parallel, each.name) for each in fields(schema.ParallelConfig)}
     rollout = schema.RolloutConfig(

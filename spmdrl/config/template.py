@@ -6,7 +6,7 @@ from typing import Any
 from spmdrl.config.yaml_file import read_json
 
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
-"""Names that the renderer passes to every template, so that a user may not set them."""
+"""Names of variables that the renderer itself sets, so that a user may not set them."""
 DATE = "strftime_now"
 """Name of the function by which templates read the date. A user may set it to a fixed date, such as 2026-01-31."""
 

@@ -23,8 +23,8 @@ MOST_SHOWN = 3
 def check_use(loaded: Loaded[Any]) -> list[str]:
     """Refuse settings that a user gave and that the run does not read; return lines about those that it accepts.
 
-    Not checked are settings that presets or a config.yaml written by a run set, and settings with their defaults. A
-    setting in a file is accepted if a run with the files alone would read it, so that only a flag turns it off:
+    Settings that have their defaults, or that a preset or a config.yaml written by a run sets, are not checked. A
+    setting in a file is accepted if a run with the files alone would read it, because a flag may turn off its use:
     `--config run.yaml --eval.every 0`.
 
     Raises:

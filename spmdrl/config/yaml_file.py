@@ -44,7 +44,7 @@ def read_settings(
         prefix: text before the file's path in messages about its settings; None: the flag.
 
     Raises:
-        ValueError: the file cannot be read, or has unknown, mistyped or invalid settings; a line for each problem.
+        ValueError: the file cannot be read, or its settings are invalid; the message has a line for each problem.
     """
     given, problems = _read_fields(flag, file, schema, what, secret)
     found = schema(**given)
