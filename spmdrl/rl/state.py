@@ -171,7 +171,8 @@ class RankState:
             parts = [experience(tree) for tree in same_step]
             episodes = [e for part in parts for e in part.episodes]
             kept = set(sorted({e.position for e in episodes})[share::shares])
-            # `Run._count` sums bad samples over ranks, so one gets all. `drawn` and metrics were equal on all ranks.
+            # `Run._count` sums bad samples over ranks, so one rank gets them all. `drawn` and metrics were equal on all
+            # ranks.
             bad = sum(part.bad_samples for part in parts) if leads and not share else 0
             mine = [e for e in episodes if leads and e.position in kept]
             ready.append(Experience(mine, parts[0].drawn, [], bad, parts[0].stats))
