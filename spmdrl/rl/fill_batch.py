@@ -216,7 +216,7 @@ def metric_of(episode: Episode, metric: str) -> float:
         return episode.reward
     if metric not in episode.parts and not episode.timed_out:
         raise ValueError(
-            f"--filter.metric {metric}: the reward gives no such part for prompt {episode.prompt}, sample "
+            f"--filter.metric {metric}: the reward does not give it for prompt {episode.prompt}, sample "
             f"{episode.sample}; it gives {', '.join(episode.parts) or 'none'}"
         )
     return episode.parts.get(metric, 0.0)

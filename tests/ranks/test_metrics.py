@@ -144,7 +144,7 @@ def test_a_part_that_some_samples_lack_is_no_zero(tmp_path):
     }
     for name, (sections, message) in refusals.items():
         with pytest.raises(
-            RankError, match=f"{message}: the reward gives no such part for prompt [0-9]+, sample [0-9]"
+            RankError, match=f"{message}: the reward does not give it for prompt [0-9]+, sample [0-9]"
         ):
             trained(tmp_path / name, 1, body, **sections)
     # The score alone is there for all.
