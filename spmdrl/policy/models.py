@@ -163,14 +163,13 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         more = {"routing_replay": cfg.rollout.routing_replay, "adapt": bool(total)}
         models.policy = backend(cfg.policy.backend)(cfg, world, total - warmup, trainable=total > 0, **more)
     models.keep_reference = "reference" in wanted and cfg.reference.refresh_every > 0
-    starts = cfg.reference.path or cfg.model.path
     for name, each in wanted.items():
         if each.lr is not None:
             settings = dict(path=each.path, head=each.head, optimizer=dataclasses.replace(cfg.optimizer, lr=each.lr))
             model: Any = backend(cfg.policy.backend)(cfg, world, total, **settings) if world.trains else None
         elif name == "reference" and cfg.lora.rank and each.path in ("", cfg.model.path) and scoring is world:
             model = BaseOf(models.policy) if models.policy else None
-        elif name == "process_reference" and models.reference and starts == each.path and not models.keep_reference:
+        elif name == "process_reference" and models.reference and _is_fixed_reference(cfg, each.path):
             model = models.reference
         else:
             outputs = models.labels.outputs if models.labels and name == "reward_model" else 1
@@ -255,3 +254,7 @@ def check_alike(model: Any, reference: Any) -> None:
             f"--reference.refresh-every: --reference.path must have the policy's architecture, but differs in {odd[0]} "
             f"{tuple(odd[1])}"
         )
+
+
+def _is_fixed_reference(cfg: Config, path: str) -> bool:
+    return (cfg.reference.path or cfg.model.path) == path and not cfg.reference.refresh_every

@@ -134,8 +134,8 @@ def check_heads(heads: int, kv_heads: int, sp: int) -> None:
     if heads % sp:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"--parallel.sp {sp}: must divide the model's {heads} attention heads, but not its {kv_heads} "
-            f"key-value heads; sp could be {fits}"
+            f"--parallel.sp {sp}: must divide the model's {heads} attention heads (its {kv_heads} "
+            f"key-value heads need no division); sp could be {fits}"
         )
 
 
