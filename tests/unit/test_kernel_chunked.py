@@ -186,7 +186,7 @@ def test_kernel_loss_in_chunks_names_no_rows_and_bad_results():
             chunked_loss(hidden, weight, targets, lambda logp, _, x, result=result: result)
     with pytest.raises(ValueError, match=r"inputs\['a'\] must be"):
         chunked_loss(hidden, weight, targets, ppo, {"a": 3})
-    with pytest.raises(ValueError, match="depends on sequences"):
+    with pytest.raises(ValueError, match="depends on other tokens"):
         # The first chunk has one row, which cannot tell.
         mask = torch.arange(41) < 4
         chunked_loss(hidden, weight, targets, lambda lp, _, x: lp - lp.mean(), mask=mask, chunk_tokens=3)
