@@ -46,24 +46,20 @@ def linear_logprob(
         targets_T: token ids, int64 in [0, vocabulary).
         temperature: a number, or floats [T]; it gets no gradient.
         entropy: whether to return the entropy.
-        top: whether to return, instead of the entropy, 1 where the target is the likeliest token, else 0, [T]. These
-            numbers have no gradient.
+        top: whether to return, instead of the entropy, 1 where the target is the likeliest token, else 0: [T], without
+            gradient.
         softcap: logits become softcap * tanh(logits / softcap) (gemma2's final_logit_softcapping); None for no cap.
-        mask: bool [T]. Rows with False are dropped before any computation. Their results are 0, and their targets have
-            no effect.
+        mask: bool [T]. Rows with False are dropped before any computation; their results are 0.
         group: ranks that divide the vocabulary. `weight_VD` then holds this rank's consecutive rows of the weight, in
             the order of the group's ranks; their number may differ between ranks and may be 0. Targets are global ids.
             Hidden states, targets, temperature, mask and upstream gradients must be the same on all ranks. Forward
             runs three small collectives. Backward runs one of [T, D], which gives every rank the complete gradient of
             hidden_TD; the weight's gradient is that of this rank's rows.
-        valid_vocab: only the first `valid_vocab` rows of the complete weight are used, because the vocabulary may be
-            padded at its end; None for all rows.
+        valid_vocab: rows of the complete weight that are used, from the first; others are padding. None for all rows.
         batch_invariant: whether a row's results and its gradient of hidden_TD are bitwise independent of the other rows
-            in the call. If true, all blocks have the same number of rows, and the last one is padded with zeros.
-            kernels/README.md lists the cost.
-        chunk_tokens: number of rows of a block of logits. Like `chunk_vocab`, it affects only speed, memory and
-            rounding.
-        chunk_vocab: number of columns of a block. By default the device decides the size of a block.
+            in the call. If true, all blocks have the same number of rows; kernels/README.md lists the cost.
+        chunk_tokens: rows of a block of logits; the size of a block affects only speed, memory and rounding.
+        chunk_vocab: columns of a block. By default the device decides the size.
         backend: `triton`, `torch` or `liger` (`liger.py`). By default it is the environment variable SPMDRL_KERNELS, or
             without that variable triton on a GPU and torch on other devices.
 

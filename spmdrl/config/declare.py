@@ -110,7 +110,7 @@ def unread_by(field: dataclasses.Field) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field declares about its setting, as arguments of `setting`."""
+    """The arguments of `setting` that a field declares about its setting."""
 
     rule: Rule | None
     free: str

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (the methods are verl's)
 """Replacements for the classes of verl that users' files and YAML files name, for machines without verl.
 
 The signatures are those of verl/tools/base_tool.py, verl/tools/schemas.py, verl/interactions/base.py and
@@ -88,9 +87,11 @@ class ToolResponse(BaseModel):
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
+        """Return True if there is no text, image or video."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
+        """Return True if there is text, but no image and no video."""
         return bool(self.text) and not (self.image or self.video)
 
 
@@ -105,18 +106,23 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
+        """Return the schema of the tool, for a YAML file without one; None if there is none."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+        """Begin a conversation; return its id and a first response."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+        """Run the tool; return its response, a reward and metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the reward of a conversation."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End a conversation."""
         pass
 
 
@@ -128,15 +134,19 @@ class BaseInteraction:
         self.name: str = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a conversation; return its id."""
         return instance_id or str(uuid4())
 
     async def generate_response(self, instance_id: str, messages: list, **kwargs: Any) -> tuple[bool, str, float, dict]:
+        """Answer the messages; return whether the conversation ends, the answer, a reward and metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
+        """Return the score of a conversation."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
+        """End a conversation."""
         pass
 
 
@@ -176,12 +186,14 @@ class Gsm8kTool(BaseTool):
         self._open: dict[str, dict[str, Any]] = {}
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+        """Begin a conversation; return its id and a first response."""
         given = (kwargs.get("create_kwargs") or {}) | kwargs
         key, response = await super().create(instance_id)
         self._open[key] = {"answer": "", "truth": given.get("ground_truth"), "best": 0.0}
         return key, response
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs: Any) -> tuple[Any, float, dict]:
+        """Run the tool; return its response, a reward and metrics."""
         answer, state = str(parameters.get("answer", "")), self._open[instance_id]
         state["answer"] = answer if answer.startswith("#### ") else f"#### {answer}"
         reward = await self.calc_reward(instance_id)
@@ -190,10 +202,12 @@ class Gsm8kTool(BaseTool):
         return ToolResponse(text=f"The answer {answer} scores {reward:g}."), cost, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the reward of a conversation."""
         state = self._open[instance_id]
         return compute_score(state["answer"], state["truth"], method="flexible")
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End a conversation."""
         self._open.pop(instance_id, None)
 
 
@@ -205,11 +219,13 @@ class Gsm8kInteraction(BaseInteraction):
         self._open: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a conversation; return its id."""
         key = await super().start_interaction(instance_id)
         self._open[key] = {"answer": "", "truth": kwargs.get("ground_truth")}
         return key
 
     async def generate_response(self, instance_id: str, messages: list, **kwargs: Any) -> tuple[bool, str, float, dict]:
+        """Answer the messages; return whether the conversation ends, the answer, a reward and metrics."""
         answers = [each.get("content") or "" for each in messages if each.get("role") == "assistant"]
         self._open[instance_id]["answer"] = answers[-1] if answers else ""
         reward = await self.calculate_score(instance_id)
@@ -218,9 +234,11 @@ class Gsm8kInteraction(BaseInteraction):
         return False, "This is not correct. Think about it again, and give another answer.", reward, {}
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
+        """Return the score of a conversation."""
         return compute_score(self._open[instance_id]["answer"], self._open[instance_id]["truth"])
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: Any) -> None:
+        """End a conversation."""
         self._open.pop(instance_id, None)
 
 

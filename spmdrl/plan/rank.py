@@ -84,17 +84,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     template = engine or engine_of(SimpleNamespace(engine_tp_rank=0))
     template.sleep(2)
     if engine is not None:
-        wake = engine.wake
-
-        def tagged(what: Any) -> None:
-            with paper.tagged("engine weights" if what == "weights" else "KV cache"):
-                wake(what)
-
-        engine.wake = tagged  # type: ignore[method-assign]
-        if models.policy is None:
-            # The engine of a rank that does not train never sleeps.
-            tagged("weights")
-            tagged("kv_cache")
+        _tag_memory(engine, paper, awake=models.policy is None)
 
     @cache
     def boxes(model: Any, part: Part) -> Everyone:
@@ -115,6 +105,21 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     made.numbers = sum(sizes.values())
     made.expert_numbers = sum(n for name, n in sizes.items() if ".experts." in name)
     return made
+
+
+def _tag_memory(engine: PaperEngine, paper: Paper, awake: bool) -> None:
+    """Count what the engine allocates at a wake as its weights or its KV cache. awake: wake it, as it never sleeps."""
+    wake = engine.wake
+
+    def tagged(what: Any) -> None:
+        with paper.tagged("engine weights" if what == "weights" else "KV cache"):
+            wake(what)
+
+    engine.wake = tagged  # type: ignore[method-assign]
+    if awake:
+        # The engine of a rank that does not train never sleeps.
+        tagged("weights")
+        tagged("kv_cache")
 
 
 def open_world(cfg: Config, rank: int, size: int) -> World:

@@ -8,12 +8,12 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from spmdrl.data.batch import Batch
-from spmdrl.policy.contract import HeadFunction, TokenLoss
+from spmdrl.policy.contract import HeadFunction, LossResult, Objective, TokenLoss
 
 WINDOW, LEAST = 32, 8
 """A spike is a gradient norm far above the median of the last WINDOW norms. Before LEAST norms exist, none counts as a
@@ -172,3 +172,20 @@ def scaled(token_loss: TokenLoss | HeadFunction | None, scale: float) -> TokenLo
         return loss_C * scale, stats
 
     return multiplied, columns
+
+
+class SummedLoss:
+    """An objective that also adds the loss of every micro-batch to the tensor `total`."""
+
+    def __init__(self, objective: Objective, total: torch.Tensor):
+        """total: a float64 scalar to which the losses are added."""
+        self.objective, self.total = objective, total
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objective, name)
+
+    def loss(self, *inputs: Any) -> LossResult:
+        """Return the objective's loss of a micro-batch, and add it to `total`."""
+        result = self.objective.loss(*inputs)
+        self.total = self.total + result.loss.detach().double()
+        return result

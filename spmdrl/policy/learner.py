@@ -15,8 +15,8 @@ from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import fp8_blocks
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.attention.ulysses import check_same
-from spmdrl.policy.contract import Head, HeadFunction, LossResult, Objective, Second, Shared, Write
-from spmdrl.policy.grad_guard import AnomalousStep, Guard, LossScale
+from spmdrl.policy.contract import Head, HeadFunction, Objective, Second, Shared, Write
+from spmdrl.policy.grad_guard import AnomalousStep, Guard, LossScale, SummedLoss
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
 from spmdrl.spmd.exchange import all_reduce
@@ -24,21 +24,6 @@ from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.reshard import Piece, catalogue
-
-
-class SummedLoss:
-    """An objective that also adds the loss of every micro-batch to the tensor `total`."""
-
-    def __init__(self, objective: Objective, total: torch.Tensor):
-        self.objective, self.total = objective, total
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.objective, name)
-
-    def loss(self, *inputs: Any) -> LossResult:
-        result = self.objective.loss(*inputs)
-        self.total = self.total + result.loss.detach().double()
-        return result
 
 
 class Learner:
@@ -124,6 +109,7 @@ class Learner:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implements `Policy.logprobs`."""
         shape = (batch.n_tokens,) if self.labels == 1 else (batch.n_tokens, self.labels)
         out = torch.zeros(2, *shape, dtype=self.master)
         micros = self._placed(batch)
@@ -134,6 +120,7 @@ class Learner:
 
     @torch.no_grad()
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
+        """Implements `Policy.read`."""
         micros, out = self._placed(batch), []
         for micro, numbers in zip(micros, self.numbers(micros, temperature, function=function), strict=True):
             out = out or [torch.zeros(batch.n_tokens, *x.shape[1:], dtype=x.dtype) for x in numbers]
@@ -142,6 +129,7 @@ class Learner:
         return tuple(out)
 
     def values(self, batch: Batch) -> torch.Tensor:
+        """Implements `Policy.values`."""
         return self.logprobs(batch, 1.0)[0]
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
@@ -209,6 +197,7 @@ class Learner:
     # ── memory ───────────────────────────────────────────────────────────────
 
     def bytes_by_owner(self) -> dict[str, int]:
+        """Implements `Policy.bytes_by_owner`."""
         device = self.world.device.type
         return {owner: storage_bytes(tensors, device) for owner, tensors in self.tensors_by_owner().items()}
 
@@ -225,6 +214,7 @@ class Learner:
                     self.parameters_away |= owner == "parameters"
 
     def onload(self) -> None:
+        """Implements `Policy.onload`."""
         while self.away:
             self.away[-1].bring_back()
             self.away.pop()
@@ -234,14 +224,17 @@ class Learner:
 
     @cached_property
     def fixed(self) -> dict[str, bytes]:
+        """Implements `Policy.fixed`."""
         parts = self.folder, self.hf_config, self.compute, self.cfg, self.head
         return fixed_files(*parts) if self.world.is_first else {}
 
     def save(self, folder: Path) -> None:
+        """Implements `Policy.save`."""
         self.saving()(folder, self.world)
 
     @torch.no_grad()
     def take_over(self, other: Any, share: float = 1.0) -> None:
+        """Implements `Policy.take_over`."""
         for mine, theirs in zip(self.pieces(), other.pieces(), strict=True):
             if (mine.name, mine.box) != (theirs.name, theirs.box):
                 raise ValueError(
@@ -269,9 +262,11 @@ class Learner:
         raise NotImplementedError
 
     def pieces(self, part: Part = "model") -> list[Piece]:
+        """See `Policy.pieces`."""
         raise NotImplementedError
 
     def saving(self, copy: bool = False) -> Write:
+        """See `Policy.saving`."""
         raise NotImplementedError
 
     def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
@@ -284,10 +279,7 @@ class Learner:
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Any:
-        """Yield for each micro-batch, without gradient, the head's two tensors [T] or the results of `function`.
-
-        Collective.
-        """
+        """Yield per micro-batch, without gradient, the head's two tensors [T] or `function`'s results. Collective."""
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:

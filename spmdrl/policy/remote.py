@@ -68,6 +68,7 @@ class RemotePolicy:
         return tuple(self._answer(request, list(answers)))
 
     def values(self, batch: Batch) -> torch.Tensor:
+        """Implements `Policy.values`."""
         return self.logprobs(batch, 1.0)[0]
 
     def _request(self, batch: Batch) -> Batch:

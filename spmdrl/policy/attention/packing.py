@@ -99,7 +99,7 @@ class Packing:
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """For each node, the spans (first token, number of tokens) to which it attends, from the root to the node."""
+        """The spans (first token, number of tokens) to which each node attends, from the root to the node."""
         own = list(zip(_starts(self.lengths), self.lengths, strict=True))
         out: list[list[tuple[int, int]]] = []
         for node in range(len(own)):

@@ -39,14 +39,17 @@ class BaseOf:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implements `Policy.logprobs` without the adapters."""
         with self.policy.base():
             return self.policy.logprobs(batch, temperature, second)
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
+        """Implements `Policy.read` without the adapters."""
         with self.policy.base():
             return self.policy.read(batch, temperature, function)
 
     def output_head(self) -> OutputHead:
+        """Implements `Policy.output_head`; adapters do not change the head."""
         return self.policy.output_head()
 
     def bytes_by_owner(self) -> dict[str, int]:

@@ -141,9 +141,11 @@ class FsdpPolicy(Learner):
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Iterator[tuple]:
+        """Implements `Learner.numbers`."""
         return (self._forward(micro, temperature, second, function) for micro in micros)
 
     def output_head(self) -> OutputHead:
+        """Implements `Policy.output_head`."""
         assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
         self.reshard()
         weight: Any = self.model.hf.get_output_embeddings().weight
@@ -197,6 +199,7 @@ class FsdpPolicy(Learner):
         return math.sqrt(all_reduce(total, "sum", self.world.shard_group).item())
 
     def step(self, lr: float, norm: float) -> None:
+        """Implements `Learner.step`."""
         largest = self.settings.clip_grad_norm
         if largest and norm > largest:
             for p in self.model.parameters():
@@ -207,6 +210,7 @@ class FsdpPolicy(Learner):
         self.optimizer.step()
 
     def zero_grad(self) -> None:
+        """Implements `Learner.zero_grad`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     # ── weights, memory, checkpoints ─────────────────────────────────────────
@@ -223,6 +227,7 @@ class FsdpPolicy(Learner):
         return [x for x in named if not is_adapter(x[0])], [x for x in named if is_adapter(x[0])]
 
     def pieces(self, part: Part = "model") -> list[Piece]:
+        """Implements `Policy.pieces`."""
         base, adapters = self.parts()
         buffers = pieces_of(self.buffers, self.layout, exact=True)
         scale = self.adapters.lora_alpha / self.adapters.r if self.adapters else 1.0
@@ -233,6 +238,7 @@ class FsdpPolicy(Learner):
         return lora.merged_pieces(base, adapters, scale, self.layout, self.world) + buffers
 
     def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
+        """Implements `Learner.tensors_by_owner`."""
         states = self.optimizer.state.values() if self.optimizer else []
         return {
             "parameters": list(self.shards),
@@ -246,7 +252,9 @@ class FsdpPolicy(Learner):
             module.reshard()
 
     def saving(self, copy: bool = False) -> Write:
+        """Implements `Policy.saving`."""
         return saving(self, copy)
 
     def load(self, folder: Path) -> None:
+        """Implements `Policy.load`."""
         load(self, folder)

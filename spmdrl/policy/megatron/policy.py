@@ -127,6 +127,7 @@ class MegatronPolicy(Learner):
         return self.pipeline.forward(micros, temperature, second)
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
+        """Implements `Learner.gradient`."""
         self.trainer.zero()
         from spmdrl.policy.megatron.routing import mean_loss, routers
 
@@ -146,6 +147,7 @@ class MegatronPolicy(Learner):
         return self.trainer.norm()
 
     def step(self, lr: float, norm: float) -> None:
+        """Implements `Learner.step`."""
         from spmdrl.policy.megatron.routing import move_biases
 
         self.trainer.step(lr, norm, self.settings.clip_grad_norm)
@@ -155,9 +157,11 @@ class MegatronPolicy(Learner):
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
     def pieces(self, part: Part = "model") -> list[Piece]:
+        """Implements `Policy.pieces`."""
         return convert.pieces(self.chunks)
 
     def tensors_by_owner(self) -> dict[str, list[torch.Tensor | None]]:
+        """Implements `Learner.tensors_by_owner`."""
         parameters: list[torch.Tensor | None] = [p for chunk in self.chunks for p in chunk.parameters()]
         return {"parameters": parameters} | (self.trainer.tensors_by_owner() if self.trainer else {})
 
@@ -173,6 +177,7 @@ class MegatronPolicy(Learner):
         return write
 
     def load(self, folder: Path) -> None:
+        """Implements `Policy.load`."""
         fill(self.pieces(), Tensors(folder / "model"))
         if self.trainer:
             self.trainer.take_weights()
