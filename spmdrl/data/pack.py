@@ -50,9 +50,9 @@ def from_episodes(
     part_names: parts of the reward that become columns `part/<name>`, nan for a sample without the part.
     experts_width: width of `token["experts"]`, from `Episode.experts`; 0 to leave this column out.
     turns: add `token["turn"]`, `token["state"]` and `token["parent"]`.
-    turn_rewards: add `token["turn_reward"]`; without it, turn rewards are only part of `seq["reward"]`.
-    The batch also has two numbers of tokens for each episode: `seq["made"]`, those after the prompt, and
-    `seq["distinct"]`, all of them. Tokens that paths share count once.
+    turn_rewards: add `token["turn_reward"]`, without which turn rewards are only part of `seq["reward"]`, and two
+    numbers of tokens for each episode: `seq["made"]`, those after the prompt, and `seq["distinct"]`, all of them.
+    Tokens that paths share count once.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 

@@ -58,7 +58,7 @@ class Prompt:
     tools: list | None = None
     """JSON schemas from the prompt's row."""
     more: dict = field(default_factory=dict)
-    """Variables of the chat template: those of the run, overridden by those of the row."""
+    """Variables of the chat template from the prompt's row, which override those of the run."""
     opening: list | None = None
     """Messages with which an environment begins an episode: those of other columns (a system message, earlier
     exchanges), then those of the prompt. None if no other column gives messages."""
