@@ -139,7 +139,9 @@ def strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from strings([*value.items()])
+        for key, inner in value.items():
+            yield from strings(key)
+            yield from strings(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from strings(inner)
