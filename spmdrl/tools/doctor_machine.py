@@ -21,7 +21,7 @@ from spmdrl_sandbox.warm import Warm
 
 MIB, GIB = 1 << 20, 1 << 30
 FILES = 4096
-"""Maximum number of files that a rank with an engine, a reward pool and connections to all ranks may have open."""
+"""Limit on open files that a rank needs for its engine, its reward pool and its connections to all other ranks."""
 FEW_FILES = 256
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that torchrun sets for each rank."""
