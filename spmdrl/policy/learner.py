@@ -236,14 +236,15 @@ class Learner:
     def take_over(self, other: Any, share: float = 1.0) -> None:
         """Implements `Policy.take_over`."""
         for mine, theirs in zip(self.pieces(), other.pieces(), strict=True):
-            if (mine.name, mine.box) != (theirs.name, theirs.box):
+            if (mine.name, mine.shape, mine.box) != (theirs.name, theirs.shape, theirs.box):
                 raise ValueError(
                     f"{mine.name} {mine.shape} cannot be averaged with {theirs.name} {theirs.shape}: "
                     "--reference.refresh-every needs a reference of the policy's architecture"
                 )
             own, source = mine.tensor, theirs.tensor
-            mixes = share != 1 and own.is_floating_point()
-            own.copy_((1 - share) * own + share * source if mixes else source)
+            mixed = (1 - share) * own + share * source if share != 1 and own.is_floating_point() else source
+            # An average of equal numbers is not always this number, because of rounding, and must not change a buffer.
+            own.copy_(torch.where(own == source, own, mixed) if mine.exact else mixed)
 
     def checkpoint_bytes(self) -> int:
         """Implements `Policy.checkpoint_bytes`: count weights, the optimizer's moments and saved master weights."""

@@ -13,7 +13,9 @@ from spmdrl.hub.routing import FREE, Routers, experts_of
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.fsdp.sharding import recompute
 from spmdrl.policy.heads import PackedLM
+from spmdrl.policy.learner import Learner
 from spmdrl.spmd.world import World
+from spmdrl.weights.boxes import Piece
 from spmdrl.weights.experts import Layout, full_box
 
 SMALL = dict(
@@ -302,3 +304,27 @@ def test_engines_that_cannot_tell_their_experts_are_refused():
     world = World(0, 1, 0, torch.device("cpu"), *[None] * 9)
     with pytest.raises(ValueError, match="does not report which experts it chose.*--rollout.engine hf"):
         VLLMEngine(config(rollout={"engine": "vllm", "routing_replay": True}), world, {2})
+
+
+def test_averages_of_weights_leave_equal_routing_biases_unchanged():
+    """0.7 b + 0.3 b is not b in float32 for many b, and a bias that is off in its last bit may choose other experts."""
+
+    class Held(Learner):
+        def __init__(self, **tensors: torch.Tensor):
+            self.tensors = tensors
+
+        def pieces(self, part="model"):
+            return [Piece(n, x.shape, full_box(x.shape), x, exact=n == "bias") for n, x in self.tensors.items()]
+
+    bias, weight, other = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0)).unbind()
+    assert not torch.equal((1 - 0.3) * bias + 0.3 * bias, bias)
+    moved = torch.cat([bias[:-1], bias[-1:] + 1])
+    average = Held(bias=bias.clone(), weight=weight.clone())
+    average.take_over(Held(bias=moved, weight=other), 0.3)
+    assert torch.equal(average.tensors["bias"][:-1], bias[:-1])
+    torch.testing.assert_close(average.tensors["bias"][-1], bias[-1] + 0.3)
+    assert torch.equal(average.tensors["weight"], (1 - 0.3) * weight + 0.3 * other)
+    average.take_over(Held(bias=moved, weight=other))
+    assert torch.equal(average.tensors["bias"], moved) and torch.equal(average.tensors["weight"], other)
+    with pytest.raises(ValueError, match="--reference.refresh-every needs a reference of the policy's architecture"):
+        average.take_over(Held(bias=moved, weight=torch.zeros(999)))
