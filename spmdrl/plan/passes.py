@@ -60,7 +60,7 @@ def few_passes(
     """
     with ExitStack() as stack:
         for name, model in models:
-            for method, kind in (("numbers", "logp"), ("head_outputs", "logp"), ("gradient", "update")):
+            for method, kind in (("numbers", "logp"), ("gradient", "update")):
                 if hasattr(model, method):
                     times = updates if kind == "update" else 1
                     stub = _passes(name, method, model, paper, works, times, rounds)
