@@ -225,8 +225,8 @@ class PackedLM(Packed):
         """Return logp and `second` [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
         mask_T: must be False on the first token of each sequence. token_loss: if given, a third result is the loss of
-            this rank's rows, a scalar with gradient, and the first two have no gradient. A `HeadFunction` computes all
-            three. more: further arguments of `run`.
+        this rank's rows, a scalar with gradient, and the first two have no gradient. A `HeadFunction` computes all of
+        its results. more: further arguments of `run`.
         """
         # The head gets the states that predict the tokens under the loss mask, and no other rows.
         rows, states, part = self.run(tokens_T, lengths_B, mask_T, True, **more)

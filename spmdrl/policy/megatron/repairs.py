@@ -86,7 +86,10 @@ def _engine(loaded: dict[str, Any]) -> None:
 
 
 def _states() -> None:
-    """Make a load restore step counts and the state of `HostAdamW`; Megatron's code would lose both."""
+    """Use `HostAdamW` as Megatron's optimizer in host memory, and make a load restore its state and step counts.
+
+    Megatron's code would lose both.
+    """
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
