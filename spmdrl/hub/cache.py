@@ -40,9 +40,11 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         make(temporary)
-        for part in temporary.iterdir():
-            with open(part, "rb") as handle:
-                os.fsync(handle.fileno())
+        for part in temporary.rglob("*"):
+            # A tokenizer with several chat templates writes a folder; links lead to files that are on the disk already.
+            if part.is_file() and not part.is_symlink():
+                with open(part, "rb") as handle:
+                    os.fsync(handle.fileno())
         temporary.chmod(0o755)
         os.rename(temporary, folder)
     except OSError:

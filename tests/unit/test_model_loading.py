@@ -126,6 +126,17 @@ def test_new_tokens_begin_at_the_mean_of_the_words_that_there_are(padding, tmp_p
     assert not table[len(words) + 2 :].any()
 
 
+def test_tokens_are_added_to_a_tokenizer_with_several_chat_templates(tmp_path, monkeypatch):
+    """transformers writes all templates but the default one into a folder."""
+    monkeypatch.setenv("SPMDRL_CACHE", str(tmp_path / "cache"))
+    folder = copy_tiny(tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    tokenizer.save_pretrained(folder)
+    place = with_tokens(folder, ("<a>",))
+    assert load_tokenizer(place).chat_template == tokenizer.chat_template
+
+
 def test_fixed_files_of_a_checkpoint(tmp_path):
     """They stand for the run: its type, its chat template, and files that equal the source folder's byte for byte."""
     from transformers import AutoTokenizer
