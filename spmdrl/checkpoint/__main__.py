@@ -44,8 +44,8 @@ def rows(root: Path) -> list[list[str]]:
     """Return the rows of the table that `list` prints: one for each checkpoint, oldest first."""
     steps = steps_saved(root)
     latest = (root / "latest").resolve().name
-    # The table shows the metric that `--checkpoint.best` named when the newest checkpoint was saved.
-    best_by = _best_by(root / f"step_{steps[0]}")
+    # The table shows the metric that `--checkpoint.best` named for the newest readable checkpoint that has one.
+    best_by = next((name for step in steps if (name := _best_by(root / f"step_{step}"))), "")
     metric, best = best_by.removeprefix("-"), best_step(root, steps, best_by) if best_by else None
     out = []
     for step in reversed(steps):

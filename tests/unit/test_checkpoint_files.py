@@ -352,6 +352,15 @@ def test_command_list_and_verify(run_folder, capsys):
     assert one.endswith("DAMAGED: state/run.json: 2 bytes instead of 26") and "DAMAGED: MANIFEST.json" in two
 
 
+def test_command_list_finds_the_metric_in_older_manifests(run_folder, capsys):
+    root = run_folder / "checkpoints"
+    sign(root / "step_1", lambda manifest: manifest.update(best="-loss", xxh3_128=manifest.pop("xxh3_128")))
+    record_measured(root, 1, {"loss": 0.5})
+    (root / "step_2" / "MANIFEST.json").unlink()
+    assert main(["list", str(run_folder)]) == 0
+    assert "loss 0.5" in capsys.readouterr().out.splitlines()[1]
+
+
 def test_command_diff(run_folder, tmp_path, capsys):
     assert main(["diff", str(run_folder)]) == 0
     out = capsys.readouterr().out
