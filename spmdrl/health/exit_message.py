@@ -54,9 +54,10 @@ def advice(error: BaseException) -> str:
     if lost_peer(error):
         lost = briefly(lambda: heartbeats[0].lost() or heartbeats[0].missing(), "") if heartbeats else ""
         return f"another rank ended{f': {lost}' if lost else ''}; see its log, or torchrun's output. {resume()}"
-    frames = traceback.extract_tb(error.__traceback__)
+    # Reading the frames opens source files, so it is left out for other types.
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, USER_MISTAKES) else []
     # A library or a user's function may raise the same types, with a message that does not advise the user.
-    reported = isinstance(error, USER_MISTAKES) and frames and str(Path(__file__).parents[1]) in frames[-1].filename
+    reported = frames and str(Path(__file__).parents[1]) in frames[-1].filename
     if type(error).__module__.startswith("spmdrl") or reported:
         return ""
     if disk_full(error):
