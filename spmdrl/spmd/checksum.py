@@ -1,4 +1,7 @@
-"""Checksums of tensors: a digest to compare sender and receiver, and a sum that stays the same for fused tensors."""
+"""Checksums of tensors: a digest to compare sender and receiver, and a sum that stays the same for fused tensors.
+
+SGLang's server loads this file in an interpreter without spmdrl, so it imports only torch and xxhash.
+"""
 
 from collections.abc import Iterable
 from functools import lru_cache

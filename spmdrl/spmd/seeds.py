@@ -1,6 +1,7 @@
 """Randomness keyed by data: one counter-based hash, the same on every rank, device and world size.
 
 The mixing step is SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195).
+SGLang's server loads this file in an interpreter without spmdrl, so it imports only torch.
 """
 
 import random

@@ -1,5 +1,7 @@
 """A rank's reaction to messages of its SGLang process, and to its end; the process here is a small one of our own."""
 
+import ast
+import re
 import sys
 import time
 from pathlib import Path
@@ -94,3 +96,19 @@ def test_progress_bars_are_no_lines():
     text = f"one{BAR}\r100%|####| 2/2 [00:01<00:00, 1.50s/it]\ntwo\r\rthree\n\n 7it [00:00, 9.1it/s]\rLoading:  3%|\n"
     assert lines_of(text) == ["one", "two", "three"]
     assert lines_of("loss fell by 30% | all is well\n") == ["loss fell by 30% | all is well"]
+
+
+def test_server_loads_only_files_that_its_interpreter_can_import():
+    """SGLang's interpreter has torch and xxhash, but neither spmdrl nor its requirements."""
+    room = Path(sglang_process.__file__).with_name("server")
+    names = {file.stem for file in room.glob("*.py")}
+    text = "".join(file.read_text() for file in room.glob("*.py"))
+    loaded = [room.parents[2] / file for file in re.findall(r'shared\("([^"]+)"\)', text)]
+    assert {file.stem for file in loaded} == {"seeds", "checksum", "needs"}
+    for file in (*room.glob("*.py"), *loaded):
+        usable = {*sys.stdlib_module_names, "torch", *(names | {"sglang"} if file.parent == room else {"xxhash"})}
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert not getattr(node, "level", 0), file
+                found = [node.module or ""] if isinstance(node, ast.ImportFrom) else [n.name for n in node.names]
+                assert {name.partition(".")[0] for name in found} <= usable, (file, found)
