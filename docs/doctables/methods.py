@@ -89,37 +89,46 @@ def gradients() -> str:
 # ── evidence ─────────────────────────────────────────────────────────────────
 
 
-def evidence(rows: dict, always: str, *files: str) -> str:
-    """Return a table of the tests of each function: golden entries, then tests that have its name as a constant.
+def evidence(rows: dict, *files: str) -> str:
+    """Return a table of the tests of each function: golden entries, then tests that have its name as a constant, or as
+    a key of a dict of their module.
 
-    rows: the functions by name. always: a test of all functions, shown if there is no other. files: modules of
-    tests/unit. ENTRIES of the first module maps golden entries to functions.
+    rows: the functions by name. files: modules of tests/unit. ENTRIES of the first module maps golden entries to
+    functions.
     """
     golden: dict[str, list[str]] = {}
     tests: dict[str, list[str]] = {}
-    for number, file in enumerate(files):
-        for node in ast.parse((TESTS / file).read_text(encoding="utf-8")).body:
+    for file in files:
+        body = ast.parse((TESTS / file).read_text(encoding="utf-8")).body
+        dicts = {
+            ast.unparse(node.targets[0]): node.value
+            for node in body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        }
+        entries = dicts.pop("ENTRIES", None) if file == files[0] else None
+        for entry, value in zip(entries.keys, entries.values, strict=True) if entries else ():
+            golden.setdefault(value.elts[0].value, []).append(f"golden `{ast.literal_eval(entry)}`")  # type: ignore
+        keys = {name: {key.value for key in node.keys if isinstance(key, ast.Constant)} for name, node in dicts.items()}
+        for node in body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not OF_ERRORS.search(node.name):
-                words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+                parts = list(ast.walk(node))
+                words = {each.value for each in parts if isinstance(each, ast.Constant)}
+                words = words.union(*(keys.get(each.id, ()) for each in parts if isinstance(each, ast.Name)))
                 for name in words & rows.keys():
                     tests.setdefault(name, []).append(f"`tests/unit/{file}::{node.name}`")
-            elif not number and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ENTRIES":
-                for entry, value in zip(node.value.keys, node.value.values, strict=True):  # type: ignore[attr-defined]
-                    golden.setdefault(value.elts[0].value, []).append(f"golden `{ast.literal_eval(entry)}`")
-    found = ([f"`{name}`", ", ".join(golden.get(name, []) + tests.get(name, [])) or f"`{always}`"] for name in rows)
-    return table(["function", "test"], *found)
+    return table(
+        ["function", "test"], *([f"`{name}`", ", ".join(golden.get(name, []) + tests.get(name, []))] for name in rows)
+    )
 
 
 def evidence_of_advantages() -> str:
     """Return the table of the tests of each advantage."""
-    always = "tests/unit/test_advantages.py::test_advantages_match_plain_loops"
-    return evidence(ADVANTAGES, always, "test_advantages.py", "test_turn_credit.py")
+    return evidence(ADVANTAGES, "test_advantages.py", "test_turn_credit.py")
 
 
 def evidence_of_losses() -> str:
     """Return the table of the tests of each loss."""
-    always = "tests/unit/test_losses.py::test_losses_against_the_formula_written_out"
-    return evidence(LOSSES, always, "test_losses.py", "test_selection.py")
+    return evidence(LOSSES, "test_losses.py", "test_selection.py")
 
 
 # ── KL, correction, filters ──────────────────────────────────────────────────
@@ -152,7 +161,7 @@ def filters() -> str:
     for name, function in FILTERS.items():
         text, source, *_ = paragraphs(function)
         bounds = ", ".join(f"`--filter.{leaf}` {value}" for leaf, value in settings_of(function).items())
-        rows.append([f"`{name}`", text.removesuffix(" bool [B]."), bounds, source.removeprefix("Source: ")])
+        rows.append([f"`{name}`", text, bounds, source.removeprefix("Source: ")])
     return table(["name", "keeps", "settings", "source"], *rows)
 
 
