@@ -4,7 +4,7 @@ run.py           runs the steps of one job
 entry.py         reads rows before ranks connect: computes the number of steps, adds a missing chat template
 build.py         builds a job: rows, model, checkpoints, engine
 sft.py           builds supervised fine-tuning
-preference.py    builds preference learning; computes log p of the reference before the first step
+preference.py    builds preference learning, with files of the log p of the reference if it is computed in advance
 reward_model.py  builds the training of a reward model
 rows.py          draws and encodes the rows of each step
 encoder.py       turns a row into tokens with a loss mask

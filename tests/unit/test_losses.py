@@ -457,7 +457,7 @@ def test_selecting_losses_ask_for_their_selection(name):
         LOSSES[name].function(LossInputs(x.logp, x.old_logp, x.advantages, x.mask, x.seq))
 
 
-# ── compute_loss, compute_kl ─────────────────────────────────────────────────
+# ── compute_loss, kl_estimate ────────────────────────────────────────────────
 
 
 @every_loss
