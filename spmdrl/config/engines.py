@@ -123,7 +123,7 @@ def layout_problems(config: Config, world_size: int) -> list[str]:
     if rollout.dp > 1 and world_size % ranks:
         whole = shown(config, world_size, "sample")
         problems.add("rollout.dp", f"an engine has tp x dp = {ranks} ranks, which must divide {whole}")
-    elif rollout.tp > 1 and world_size % ranks:
+    elif rollout.tp > 1 and ranks and world_size % ranks:
         problems.add("rollout.tp", f"must divide {shown(config, world_size, 'sample')}")
     for name, size in {"ep": rollout.ep, "dp": rollout.dp}.items():
         advice = ""

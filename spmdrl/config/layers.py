@@ -140,7 +140,8 @@ def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
     """Return the settings of the preset that is named last, or of grpo if none is named; values are text."""
     if "algo.preset" not in leaves(schema):
         return []
-    name, origin = _last(given, "algo.preset") or "grpo", dict(given).get("algo.preset", Given([], COMMAND_LINE)).origin
+    named = [(found.values[0], found.origin) for name, found in given if name == "algo.preset" and found.values]
+    name, origin = named[-1] if named else ("grpo", "")
     if name not in PRESETS:
         near = nearest(name, PRESETS)
         hint = f"did you mean {near[0]}? " if near else ""
