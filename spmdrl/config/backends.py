@@ -47,10 +47,11 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
             problems.add(name, advice)
     if config.policy.backend == "megatron":
         _check_megatron(problems, world_size)
-    elif config.policy.activation_checkpointing == "selective":
-        problems.add("policy.activation_checkpointing", "needs --policy.backend megatron; take full or none")
-    elif config.policy.liger and importlib.util.find_spec("liger_kernel") is None:
-        problems.add("policy.liger", "Liger is not installed; pip install liger-kernel, or leave it out")
+    else:
+        if config.policy.activation_checkpointing == "selective":
+            problems.add("policy.activation_checkpointing", "needs --policy.backend megatron; take full or none")
+        if config.policy.liger and importlib.util.find_spec("liger_kernel") is None:
+            problems.add("policy.liger", "Liger is not installed; pip install liger-kernel, or leave it out")
     if problems:
         return problems
     rest = axis_product(config)
