@@ -53,8 +53,8 @@ class JudgeConfig:
     concurrency: int = setting(16, COUNT)
     """Maximum number of requests that each rank has in flight at the same time."""
     budget: int = setting(0, NOT_NEGATIVE)
-    """Maximum number of requests that a rank may send in the whole job; a rank that needs more ends the job. 0: no
-    limit."""
+    """Maximum number of requests that a rank may send, counted anew at each start of the job; a rank that needs more
+    ends the job. 0: no limit."""
     cache: str = ""
     """Folder that stores answers, so that no question is sent twice; ranks and jobs may share it. Empty: answers are
     not stored."""
