@@ -124,7 +124,7 @@ class Grading:
                 episode.segments = [replace(s, reward=0.0) for s in episode.segments]
             episode.ungraded = bool(reward.ungraded) or not reward.applies
             episode.baseline = baseline
-            if episode.ungraded or not _has_finite_logp(episode, plan):
+            if not _has_finite_logp(episode, plan) or episode.ungraded:
                 episode.reward = math.nan
             if not math.isfinite(baseline):
                 # Without the greedy baseline no sample of this prompt can be used.
