@@ -67,6 +67,20 @@ def place_of(name: str, models: Models, cfg: Config) -> Literal["none", "host", 
     return cfg.policy.offload if name == "policy" or name in models.trained() else cfg.reference.offload
 
 
+@contextmanager
+def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
+    """Inside this context, keep models offloaded as in a rollout, while an engine is built and put to sleep.
+
+    vLLM refuses to start if its configured share of the device's memory is not free.
+    """
+    for name, model in models.named():
+        if (place := place_of(name, models, cfg)) != "none":
+            model.offload(place, True)
+    yield
+    for _, model in models.named():
+        model.onload()
+
+
 class Memory:
     """Switches between the rollout and training phases of a run, and keeps the table of memory by owner."""
 

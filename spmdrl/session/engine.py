@@ -1,30 +1,13 @@
 """Starts the engine of a job on this rank."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.schema import Config
 from spmdrl.engines.build import build_engine
 from spmdrl.engines.engine import Engine
 from spmdrl.policy.models import Models
-from spmdrl.session.device_table import place_of
+from spmdrl.session.device_table import room_for_engine
 from spmdrl.session.environ import keep_what_started
 from spmdrl.session.session import Session
-
-
-@contextmanager
-def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
-    """Inside this context, keep models offloaded as in a rollout, while an engine is built and put to sleep.
-
-    vLLM refuses to start if its configured share of the device's memory is not free.
-    """
-    for name, model in models.named():
-        if (place := place_of(name, models, cfg)) != "none":
-            model.offload(place, True)
-    yield
-    for _, model in models.named():
-        model.onload()
 
 
 def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) -> Engine:
