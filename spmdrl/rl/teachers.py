@@ -1,8 +1,7 @@
 """Teachers of a distillation: renders their prompts, and runs teachers in the run's engine."""
 
-import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,8 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.policy.objectives.distillation import TargetReader
 from spmdrl.rl.engine_models import EngineModels
 from spmdrl.rl.run import Run
-from spmdrl.spmd.exchange import broadcast_text
+from spmdrl.spmd.exchange import broadcast_rows
+from spmdrl.spmd.world import World
 
 
 def room(cfg: DistillationConfig) -> int:
@@ -91,11 +91,7 @@ class EngineTeachers:
         engine = cast(ReadingEngine, memory.engine)
         for name in self.models.folders:
             read_B = shares[name] > 0
-            # The engine's other ranks have no samples, so the first rank broadcasts the requests.
-            rows = broadcast_text(
-                json.dumps([asdict(each) for each in _requests(batch, read_B)]), world.engine_group, world.device
-            )
-            requests = [ScoreRequest(**row) for row in json.loads(rows)]
+            requests = _share(_requests(batch, read_B), world)
             columns = [x.new_zeros(batch.n_tokens, *x.shape[1:]) for x in reader.empty]
             if requests:
                 version = self.models.load(name, memory, "teacher")
@@ -118,3 +114,12 @@ def _requests(batch: Batch, read_B: torch.Tensor) -> list[ScoreRequest]:
             assert bool(mask_L[-count:].all()), "a response ends its sequence"
             out.append(ScoreRequest(tokens_L.tolist(), count))
     return out
+
+
+def _share(requests: list[ScoreRequest], world: World) -> list[ScoreRequest]:
+    """Return the requests of the engine's first rank; its other ranks have no samples. Collective over the engine."""
+    sizes_N2 = torch.tensor([[len(each.tokens), each.count] for each in requests], dtype=torch.int64).view(-1, 2)
+    tokens_T = torch.tensor([token for each in requests for token in each.tokens], dtype=torch.int64)
+    sizes_N2, tokens_T = (broadcast_rows(rows, world.engine_group, world.device) for rows in (sizes_N2, tokens_T))
+    pieces = tokens_T.split(sizes_N2[:, 0].tolist())
+    return [ScoreRequest(piece.tolist(), count) for piece, count in zip(pieces, sizes_N2[:, 1].tolist(), strict=True)]

@@ -128,13 +128,27 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None, device: torch.dev
     """
     if group is None or dist.get_world_size(group) == 1:
         return text.strip()
-    raw = _bytes_of(text).to(device)
-    size = torch.tensor([len(raw)], device=device)
+    return _text_of(broadcast_rows(_bytes_of(text), group, device))
+
+
+def broadcast_rows(
+    rows_nK: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Broadcast any number of rows [n, ...] of the first rank of a group; return them on the CPU. Collective.
+
+    The type and the shape of a row are equal on all ranks. device: device of the group's collectives; a host-side
+    group takes the CPU.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return rows_nK.cpu()
+    rows_nK = rows_nK.to(device)
+    size = torch.tensor([len(rows_nK)], device=device)
     dist.broadcast(size, group=group, group_src=0)
     if dist.get_group_rank(group, dist.get_rank()):
-        raw = torch.empty((int(size), 1), dtype=torch.uint8, device=device)
-    dist.broadcast(raw, group=group, group_src=0)
-    return _text_of(raw.cpu())
+        rows_nK = rows_nK.new_empty(int(size), *rows_nK.shape[1:])
+    if int(size):
+        dist.broadcast(rows_nK, group=group, group_src=0)
+    return rows_nK.cpu()
 
 
 def gather_names(names: Iterable[str], group: dist.ProcessGroup | None) -> list[str]:

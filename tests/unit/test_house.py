@@ -150,6 +150,7 @@ COLLECTIVES = {
         "all_gather_alike",
         "all_gather_distinct",
         "all_gather_shared",
+        "broadcast_rows",
         "broadcast_text",
         "gather_names",
     ),
