@@ -249,3 +249,17 @@ def test_an_evaluation_counts_the_part_acc_or_a_score_that_rounding_leaves_below
     )
     numbers, *_ = evaluation.evaluate(plan, sampler)  # type: ignore[arg-type]
     assert numbers["eval/accuracy"] == accuracy and numbers["eval/score"] == pytest.approx(0.625)
+
+
+@pytest.mark.parametrize("ungraded", ["", "no sandbox"])
+def test_a_logp_that_is_not_finite_stops_the_run_whether_its_sample_is_graded_or_not(ungraded):
+    plan = RolloutPlan("test", [Prompt(0, [1, 2], "b", "", {}, "a")], 1, (0, 0), 0, 8, 1.0)
+    grading, group = Grading(Ones(), None, True), plan.group(0)
+    group.episodes[0].segments.append(prompt_segment([1, 2]))
+    group.episodes[0].add_sampled([5], [float("nan")], 0)
+    grading.rewards[0, 0] = Reward(1.0, ungraded=ungraded)
+    with pytest.raises(ValueError, match="a logp that is not finite for prompt 0, sample 0, at weight version 0"):
+        grading.graded(group, plan)
+    plan.bad_sample = "skip"
+    (episode,) = grading.graded(group, plan)
+    assert episode.reward != episode.reward and episode.ungraded is bool(ungraded)
