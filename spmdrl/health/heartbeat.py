@@ -160,7 +160,7 @@ class Heartbeat(threading.Thread):
     # ── the other ranks ──────────────────────────────────────────────────────
 
     def lost(self) -> str:
-        """Return which of torchrun and this machine's ranks is gone, so that SIGTERM ends this rank; "" if none is."""
+        """Return a text that names torchrun or ranks of this machine if they are gone; empty if none of them is."""
         if os.getppid() != self.me.parent:
             return "torchrun is gone"
         gone = [rank for rank, process in sorted(self.siblings.items()) if not state_of(process)]
