@@ -10,6 +10,7 @@ import math
 import re
 import unicodedata
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from spmdrl.config.judge import JudgeConfig
@@ -198,6 +199,7 @@ def _content(content: object) -> str:
     return "\n".join(str(p["text"]) if "text" in p else f"[{p.get('type', 'part')} that is not shown]" for p in parts)
 
 
+@lru_cache(maxsize=128)  # a response is in the questions of all its comparisons, a task in those of its group
 def clean(text: str) -> str:
     """Return text without invisible characters and with special tokens of chat templates broken up.
 
