@@ -1,9 +1,9 @@
 """Client of a SandboxFusion service (https://github.com/bytedance/SandboxFusion), which runs programs.
 
-Programs are sent by POST to URL/run_code.
-How well programs are isolated depends on the configuration of the service. Of all limits, the service enforces only
-those of time and memory. If all tries end with an invalid answer, a refusal or no answer, the verdict is
-`failure`, which does not count as an error of the program. The module needs only the standard library.
+Programs are sent by POST to URL/run_code. How well they are isolated depends on the configuration of the service. Of
+all limits, the service enforces only those of time and memory. If all tries end with an invalid answer or no answer, or
+the service refuses the program, the verdict is `failure`, which does not count as an error of the program. The module
+needs only the standard library.
 """
 
 import base64

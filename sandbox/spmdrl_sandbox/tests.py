@@ -34,7 +34,7 @@ class Report:
     """For each test, the reason why it failed, or None if it passed."""
     verdict: Verdict
     """`ok` if the program was loaded and answered all calls, else how it ended. `failure` if the process of the tests
-    ended without a report."""
+    ended without a report or sent an invalid message."""
     why: str = ""
 
     @property

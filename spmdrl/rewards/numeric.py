@@ -56,7 +56,7 @@ def _value(m: re.Match) -> Decimal:
 
 
 def _last_number(solution: str) -> Decimal | None:
-    """Return the last number of a response; NaN if its exponent is too long, None if there is no number."""
+    """Return the last number of a response; NaN if it has no value or too long an exponent, None without a number."""
     box = last_box(solution)
     text = solution if box is None else box
     if len(text) > TAIL:  # if a number's beginning is cut off, drop the number
