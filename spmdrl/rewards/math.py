@@ -15,7 +15,7 @@ from typing import Any
 
 from spmdrl.rewards import symbolic
 from spmdrl.rewards.base import Reward, RewardInput
-from spmdrl.rewards.text import CURRENCY, SIGNS, closing, truth_text
+from spmdrl.rewards.text import BOX, CURRENCY, SIGNS, closing, truth_text
 from spmdrl.rewards.units import differ, money
 
 _ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*(?:is)?\s*[*_]*:([*_`\s]*)([^\n]+)")
@@ -40,7 +40,7 @@ _TAIL = 1000
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}`; None if there is none."""
-    for opened in reversed([*re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
+    for opened in reversed([*BOX.finditer(text)]):
         end = closing(text, opened.end(), _BARE_BRACES)
         if end is not None:
             return text[opened.end() : end].strip()

@@ -21,7 +21,7 @@ NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\
 ADVICE = "change --data.answer-column or --reward.function"
 _MARKED = re.compile(rf"####\s*({NUMBER.pattern})")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _OPEN_MARK = re.compile(
     r"####[^\n]*$|<answer>(?:(?!</answer>).)*$|```[^`]*$|answer[*_]*\s*(?:is)?\s*:[^\n]*$", re.IGNORECASE | re.DOTALL
 )
@@ -64,7 +64,7 @@ def divided(prefill: str) -> tuple[str, str]:
     fences = [found.start() for found in re.finditer("```", prefill)]
     found = next((m for m in _OPEN_MARK.finditer(prefill) if m.group()[0] != "`" or len(fences) % 2), None)
     box = next(
-        (m.start() for m in reversed([*_BOX.finditer(prefill)]) if closing(prefill, m.end()) is None), len(prefill)
+        (m.start() for m in reversed([*BOX.finditer(prefill)]) if closing(prefill, m.end()) is None), len(prefill)
     )
     at = min(box, found.start() if found else len(prefill))
     return prefill[:at], prefill[at:]
