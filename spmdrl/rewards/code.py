@@ -42,9 +42,9 @@ from typing import *
 
 class CodeGrader:
     """`code`: 1 if the program passes all tests of its row (docs/programs.md), else 0; `code_partial`: the share of the
-    tests that it passes. The program is the last Python block, or the complete response if it has no block. Parts:
-    `passed`, `wrong`, `error`, `timeout`, `memory` and `output`, shares of the tests; `format`, whether there is a
-    block.
+    tests that it passes. The program is the last Python block, else the last block without a language, or the complete
+    response if it has no block. Parts: `passed`, `wrong`, `error`, `timeout`, `memory` and `output`, shares of the
+    tests; `format`, whether there is such a block.
 
     Programs are graded one after another, in sandboxes that stay open.
     """
