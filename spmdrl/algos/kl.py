@@ -80,6 +80,8 @@ KL_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def kl_estimate(kind: str, logp: torch.Tensor, ref_logp: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Return the KL estimate of each token, in nats and the shape of logp, differentiable in logp.
 
+    If logp and ref_logp are tensors of different dtypes, the result has the more precise one.
+
     Args:
         kind: a key of KL_KINDS.
         logp: log-probabilities of the sampled tokens under the policy, any shape.
@@ -90,7 +92,9 @@ def kl_estimate(kind: str, logp: torch.Tensor, ref_logp: Any, mask: torch.Tensor
         ValueError: an unknown kind, shapes that differ.
     """
     estimate, logp = find(kind, KL_KINDS, "KL estimate"), torch.as_tensor(logp)
-    ref_logp = as_tensor("ref_logp", ref_logp, tuple(logp.shape)).to(logp)
+    given = as_tensor("ref_logp", ref_logp, tuple(logp.shape))
+    # A tensor keeps its precision, because a reference can be float64 while logp is the engine's, which is float32.
+    ref_logp = given.to(logp.device) if isinstance(ref_logp, torch.Tensor) else given.to(logp)
     if mask is not None:
         logp, ref_logp = torch.where(mask, logp, 0.0), torch.where(mask, ref_logp, 0.0)
     return estimate(logp - ref_logp)

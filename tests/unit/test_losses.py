@@ -569,6 +569,12 @@ def test_kl_clamps_and_mask():
         kl_estimate("k4", logp, ref)
 
 
+def test_kl_keeps_the_precision_of_a_reference():
+    logp, ref = torch.tensor([-1.2345678]), fp64([-1.23456789012])
+    assert torch.equal(kl_estimate("k1", logp, ref), logp - ref)
+    assert kl_estimate("k1", logp, ref.tolist()).dtype == torch.float32
+
+
 def test_adaptive_coef():
     for kl, expected in ((6.0, 1 + 0.2 * 0.1), (6.6, 1 + 0.1 * 0.1), (5.4, 1 - 0.1 * 0.1), (0.0, 1 - 0.2 * 0.1)):
         target = 6.0 if kl != 6.0 else 3.0
