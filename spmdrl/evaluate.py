@@ -42,7 +42,7 @@ def settle(job: Job, loaded: Loaded[EvaluationConfig]) -> Loaded[Any]:
 
 
 def dry_run(job: Job, loaded: Loaded[EvaluationConfig]) -> None:
-    """Print the settings, the plan, and the first rows as tokens."""
+    """Print the settings, the plan, and a summary of the first rows with an example."""
     from spmdrl.plan import dry
 
     dry.dry_run(job, loaded, as_run(loaded.config, loaded.config.eval.prompts))
