@@ -105,10 +105,12 @@ def json_row(line: bytes) -> dict:
     """Return the row of a line. Raises ValueError if the line is not a JSON object."""
     try:
         row = json.loads(line.removeprefix(BOM_UTF8))
+    except json.JSONDecodeError as e:
+        raise ValueError(f"not JSON ({e.msg} at column {e.colno})") from None
     except (ValueError, RecursionError) as e:  # very long numbers and very deep nesting raise these errors, too
         raise ValueError(f"not JSON ({e})") from None
     if not isinstance(row, dict):
-        raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")
+        raise ValueError(f"a row is a JSON object with columns, this is {line.decode(errors='replace').strip()[:60]!r}")
     return row
 
 
