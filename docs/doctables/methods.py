@@ -114,7 +114,7 @@ def evidence(rows: dict, *files: str) -> str:
                 parts = list(ast.walk(node))
                 words = {each.value for each in parts if isinstance(each, ast.Constant)}
                 words = words.union(*(keys.get(each.id, ()) for each in parts if isinstance(each, ast.Name)))
-                for name in words & rows.keys():
+                for name in rows.keys() & words:
                     tests.setdefault(name, []).append(f"`tests/unit/{file}::{node.name}`")
     return table(
         ["function", "test"], *([f"`{name}`", ", ".join(golden.get(name, []) + tests.get(name, []))] for name in rows)
