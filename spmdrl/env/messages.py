@@ -55,7 +55,8 @@ def _wrong(message: dict[str, Any]) -> str:
     for key in TEXTS:
         if not isinstance(message.get(key, ""), str | None):
             return f"whose {key} is not text: {str(message[key])[:100]!r}"
-    calls = message.get("tool_calls") or []
+    calls = message.get("tool_calls")
+    calls = [] if calls is None else calls
     if not isinstance(calls, list):
         return f"whose tool_calls are not a list: {str(calls)[:100]!r}"
     for call in calls:
@@ -67,7 +68,9 @@ def _wrong(message: dict[str, Any]) -> str:
             return f"with a tool call whose id is not text: {str(call['id'])[:100]!r}"
         arguments = function.get("arguments")
         try:  # arguments may be an object, JSON text of an object, or None
-            fits = isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments or {}, dict)
+            fits = arguments is None or isinstance(
+                json.loads(arguments) if isinstance(arguments, str) else arguments, dict
+            )
         except ValueError:
             fits = False
         if not fits:
