@@ -185,11 +185,14 @@ class Gsm8kTool(BaseTool):
         super().__init__(config, tool_schema)
         self._open: dict[str, dict[str, Any]] = {}
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> tuple[str, Any]:
         """Begin a conversation; return its id and a first response."""
-        given = (kwargs.get("create_kwargs") or {}) | kwargs
+        if ground_truth is None:
+            ground_truth = (kwargs.get("create_kwargs") or {}).get("ground_truth")
         key, response = await super().create(instance_id)
-        self._open[key] = {"answer": "", "truth": given.get("ground_truth"), "best": 0.0}
+        self._open[key] = {"answer": "", "truth": ground_truth, "best": 0.0}
         return key, response
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs: Any) -> tuple[Any, float, dict]:
@@ -218,10 +221,12 @@ class Gsm8kInteraction(BaseInteraction):
         super().__init__(config)
         self._open: dict[str, dict[str, Any]] = {}
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
         """Begin a conversation; return its id."""
         key = await super().start_interaction(instance_id)
-        self._open[key] = {"answer": "", "truth": kwargs.get("ground_truth")}
+        self._open[key] = {"answer": "", "truth": ground_truth}
         return key
 
     async def generate_response(self, instance_id: str, messages: list, **kwargs: Any) -> tuple[bool, str, float, dict]:

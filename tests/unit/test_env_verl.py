@@ -11,6 +11,7 @@ import signal
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -511,6 +512,24 @@ def test_verls_gsm8k_examples_work_without_verl(users):
     assert [each[0].reward for each in (said[0], said[2])] == [-0.05, 0.0]
     assert [each[1:] for each in said[4:]] == [(0.0, False), (1.0, True)]
     assert reward == {"calc_gsm8k_reward": 1.0, "score": 1.0}
+
+
+def test_classes_of_users_call_verls_gsm8k_classes_by_position(users):
+    provide()
+    tools, talks = (f"verl.{name}" for name in ("tools.gsm8k_tool", "interactions.gsm8k_interaction"))
+    tool = importlib.import_module(tools).Gsm8kTool({}, SimpleNamespace(function=SimpleNamespace(name="score")))
+    talk = importlib.import_module(talks).Gsm8kInteraction({})
+
+    async def run():
+        key, _ = await tool.create("a", None, create_kwargs={"ground_truth": "72"})
+        other, _ = await tool.create("b", "72")
+        scores = [(await tool.execute(each, {"answer": "72"}))[1] for each in (key, other)]
+        return scores, await talk.generate_response(
+            await talk.start_interaction("c", "72"), [{"role": "assistant", "content": "#### 72"}]
+        )
+
+    scores, (done, *_) = asyncio.run(run())
+    assert scores == [0.0, 0.0] and done
 
 
 @pytest.mark.parametrize(
