@@ -289,8 +289,8 @@ class EnvInstance:
             return {}
         try:
             state = await self._limits.run("state", self._seconds, self.begins, self._environment.state)
-            json.dumps(state, allow_nan=False)
-            return {"state": state}
+            # The reply gets a copy, because threads of the environment may change the state before the reply is sent.
+            return {"state": json.loads(json.dumps(state, allow_nan=False))}
         except LateError as e:
             return {"unsaved": f"state {e}"}
         except RaisedError as e:
