@@ -32,7 +32,7 @@ class Tries:
         return {"score": 0.0, "tries": self.used}
 
     def state(self) -> dict:
-        """Return the state for `restore`, as JSON values. Without both methods a resumed episode starts again."""
+        """Return the state for `restore`, as JSON values. Without both methods a resumed episode repeats its turns."""
         return {"used": self.used}
 
     def restore(self, state: dict) -> None:

@@ -27,7 +27,7 @@ class Host(Process):
 
 
 class Hosts(Processes[Host]):
-    """A fixed number of processes for environments, and retired ones, which exit when their environments are closed."""
+    """A fixed number of processes for environments, and retired ones, which are killed when they hold none."""
 
     def __init__(self, count: int, settings: PoolSettings, listener: Listener):
         """Start the processes, without waiting for them."""
