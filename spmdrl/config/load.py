@@ -81,7 +81,6 @@ def from_command_line(
     return Loaded(
         schema(**values),
         parsed.dry_run,
-        tuple(files),
         frozenset(name for name, each in origins.items() if not by_hand.isdisjoint(each)) - {"dry_run"},
         notes,
         lambda: from_command_line(words, prog, schema, also) if files else None,

@@ -38,8 +38,6 @@ class Loaded(Generic[C]):
     config: C
     dry_run: bool = False
     """True if the job only prints the resolved config and the plan."""
-    files: tuple[str, ...] = ()
-    """Paths of the `--config` files, in the order in which they were read."""
     given: frozenset[str] = frozenset()
     """Settings that a flag or a user's file names, without those of presets and of files that a run wrote."""
     notes: tuple[str, ...] = ()

@@ -73,7 +73,7 @@ def test_no_words_give_the_defaults():
     loaded = from_command_line([])
     assert loaded.config == Config()
     assert type(loaded.config) is Config
-    assert (loaded.dry_run, loaded.files) == (False, ())
+    assert not loaded.dry_run and loaded.without_flags() is None
     assert from_command_line(["--dry-run"]).dry_run
 
 
@@ -124,7 +124,8 @@ def test_flags_beat_files_and_later_beats_earlier(yaml_file):
     )
     run = loaded.config.run
     assert (run.steps, run.seed, run.name) == (7, 4, "a")
-    assert loaded.files == (a, b)
+    alone = loaded.without_flags()
+    assert alone and (alone.config.run.steps, alone.config.run.seed, alone.config.run.name) == (6, 2, "a")
 
 
 def test_both_spellings_and_all_forms_of_a_flag():
