@@ -3,10 +3,12 @@
 import json
 from dataclasses import dataclass, field
 
+import torch
+
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
-from spmdrl.spmd.exchange import broadcast_text
+from spmdrl.spmd.exchange import broadcast_rows, broadcast_text
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
@@ -121,10 +123,24 @@ class OnFirstRank(Environment):
 
 
 def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Place, Observation]]:
-    """Return the observations of the engine's first rank on all of its ranks. Collective over the engine."""
-    text = json.dumps([(place, vars(each)) for place, each in seen])
-    rows = json.loads(broadcast_text(text, world.engine_group, world.device))
-    return [((position, sample), Observation(**each)) for (position, sample), each in rows]
+    """Return the observations of the engine's first rank on all of its ranks. Collective over the engine.
+
+    Tokens are broadcast as a tensor; rewards, named parts and the text of a failure as text.
+    """
+    group, device = world.engine_group, world.device
+    facts = [(place, len(each.tokens), vars(each) | {"tokens": []}) for place, each in seen]
+    text = broadcast_text(json.dumps(facts) if facts else "", group, device)
+    if not text:
+        return []
+    tokens_T = broadcast_rows(
+        torch.tensor([t for _, each in seen for t in each.tokens], dtype=torch.int64), group, device
+    )
+    facts = json.loads(text)
+    tokens = tokens_T.split([count for _, count, _ in facts])
+    return [
+        ((position, sample), Observation(**fields | {"tokens": tokens_N.tolist()}))
+        for ((position, sample), _, fields), tokens_N in zip(facts, tokens, strict=True)
+    ]
 
 
 def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:
