@@ -28,13 +28,13 @@ def together(act: Callable[[], Any], world: World) -> list[Any]:
     If `act` fails on any rank, every rank raises an error. A failed rank raises its own; the others raise one with the
     text of the first failed rank.
     """
-    value = error = failure = None
+    error = None
     try:
-        value = act()
+        report = json.dumps([act(), None])
     except Exception as found:
         # A ValueError is a user's mistake with advice, so the other ranks raise a ValueError, too.
-        error, failure = found, [isinstance(found, ValueError), str(found)]
-    reports = [json.loads(text) for text in all_gather_text(json.dumps([value, failure]), world.host_group)]
+        error, report = found, json.dumps([None, [isinstance(found, ValueError), str(found)]])
+    reports = [json.loads(text) for text in all_gather_text(report, world.host_group)]
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(reports):

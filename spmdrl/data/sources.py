@@ -90,10 +90,11 @@ def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
     """Return the numbers of the lines that contain rows, and the rows."""
     opener, number, found = gzip.open if path.suffix == ".gz" else open, 0, []
     try:
-        with opener(path, "rb") as f:
+        # Bytes that are not UTF-8 pass through, so that `json_row` can refuse them with the number of their line.
+        with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as f:
             full = ((n, line) for n, line in enumerate(f, 1) if line.strip())
             for number, line in itertools.islice(full, stop):
-                found.append((number, json_row(line)))
+                found.append((number, json_row(line.encode(errors="surrogateescape"))))
     except (OSError, EOFError, zlib.error) as e:
         raise ValueError(f"cannot read {path} ({type(e).__name__}: {e})") from e
     except ValueError as e:

@@ -87,6 +87,16 @@ def test_prefill_names_columns():
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+def test_jsonl_lines_end_and_are_blank_as_in_any_text_file(tok, tmp_path):
+    file = tmp_path / "x.jsonl"
+    row = b'{"prompt": "a", "answer": 1}'
+    file.write_bytes(b"\xef\xbb\xbf" + row + b"\r" + row + b"\r\n\xc2\xa0\n" + row)
+    assert len(load(str(file), tok)) == 3
+    file.write_bytes(row + b'\n{"prompt": "\xff", "answer": 1}')
+    with pytest.raises(ValueError, match="x.jsonl:2: not JSON"):
+        load(str(file), tok)
+
+
 def test_jsonl_columns_template_and_gzip(tok, tmp_path):
     rows = [{"q": f"{i} apples?", "n": i, "level": {"hard": [i]}} for i in range(5)]
     plain = write_jsonl(tmp_path / "x.jsonl", rows)
