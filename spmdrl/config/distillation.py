@@ -34,7 +34,7 @@ class DistillSection(DivergenceConfig):
 
     more_teachers: tuple[str, ...] = ()
     """Teachers in addition to `--reference.path`. `path=weight`: the loss is the weighted mean of the divergences from
-    these teachers and from the first teacher, whose weight is 1. `path@source`: this teacher alone teaches the rows
+    these teachers and from the first teacher, whose weight is 1. `path@source`: only this teacher is used for the rows
     with this `data_source`."""
     given_per_step: int = setting(0, at_least(0))
     """Number N of prompts in a step whose response comes from the data set and not from the student. They are in
@@ -67,7 +67,7 @@ class FurtherTeacher:
     weight: float
     """Weight of this teacher's divergence in the loss; the first teacher has weight 1."""
     source: str
-    """The `data_source` of rows that only this teacher teaches. Empty: together with the first teacher it teaches all
+    """The `data_source` of rows for which only this teacher is used. Empty: with the first teacher it is used for all
     rows that are not reserved for one teacher."""
 
 

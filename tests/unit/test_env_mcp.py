@@ -222,7 +222,8 @@ def test_a_server_over_http_that_is_killed_and_comes_back(script):
         ({"command": "cat"}, "cannot use cat as an MCP server"),
         (
             {"command": "sleep 30", "connect": 0.5},
-            "^cannot use sleep 30 as an MCP server: it did not list its tools within 0.5 s, which the setting",
+            "^cannot use sleep 30 as an MCP server: it did not list its tools within 0.5 s, which the setting "
+            "`connect` changes",
         ),
         (
             {"command": f"cat --api-key {SECRET} --token={SECRET}"},

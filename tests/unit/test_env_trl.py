@@ -346,7 +346,9 @@ def test_observations_of_blocks(pool, file):
         assert begun.messages == [{"role": "user", "content": "Stop. Look around."}]
 
 
-@pytest.mark.parametrize("name, message", [("Pictures", "image"), ("Bad", "and returned int")])
+@pytest.mark.parametrize(
+    "name, message", [("Pictures", "image"), ("Bad", "reset must return a text or None, and returned int")]
+)
 def test_observations_that_fail(pool, file, name, message):
     pool.open("bad", Opening(f"{file}:{name}", {"prompt": "?", "target": 1}, 7))
     assert message in reply(pool).failure
