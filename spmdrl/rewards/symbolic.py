@@ -257,9 +257,12 @@ def _apart_as_they_are(a: Any, b: Any) -> bool:
         return False
     near = _allowance(a, b)
     for x in mine:
-        allowed = [near * max(abs(x), abs(y)) if x and y else NOTHING for y in theirs]
-        match = next((i for i, y in enumerate(theirs) if x == y or abs(x - y) <= allowed[i]), None)
+        match = next((i for i, y in enumerate(theirs) if x == y or abs(x - y) <= _allowed(x, y, near)), None)
         if match is None:
             return True
         theirs.pop(match)
     return False
+
+
+def _allowed(x: complex, y: complex, near: float) -> float:
+    return near * max(abs(x), abs(y)) if x and y else NOTHING
