@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from spmdrl_kernels.deferred import check_later
+
 LEAST = 1e-30
 """Smallest allowed temperature; with a smaller one, logits / temperature could overflow in fp32."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -72,20 +74,24 @@ def check_settings(softcap, sizes: dict[str, int | None]) -> None:
             raise ValueError(f"{name} must be at least 1, got {size}")
 
 
-def check_values(targets_T, temperature, vocab: int) -> None:
-    """Check the values of targets and temperatures. To read their bounds, the host waits for the device once."""
-    if not targets_T.numel():
-        return
-    bounds = [x.double() for x in torch.aminmax(targets_T)]
-    if isinstance(temperature, torch.Tensor):
-        bounds += [x.double() for x in torch.aminmax(temperature)]
-    low, high, *heat = torch.stack(bounds).tolist()
-    if low < 0 or high >= vocab:
-        raise ValueError(
-            f"targets must lie in [0, {vocab}), got values from {int(low)} to {int(high)}: "
-            "exclude masked positions by mask, or set them to any valid token"
-        )
-    if heat and not (usable(heat[0]) and usable(heat[1])):
-        raise ValueError(
-            f"temperature must be positive and finite, and 1 / temperature too: values from {heat[0]} to {heat[1]}"
-        )
+def check_values(targets_T: torch.Tensor | None, temperature, vocab: int) -> None:
+    """Check the values of targets and temperatures; on a GPU, a later call raises the error (`deferred.py`)."""
+    if targets_T is not None and targets_T.numel():
+        check_later(torch.stack(torch.aminmax(targets_T)), lambda bounds: _of_targets(*bounds, vocab))
+    if isinstance(temperature, torch.Tensor) and temperature.numel():
+        check_later(torch.stack(torch.aminmax(temperature)), lambda bounds: _of_temperatures(*bounds))
+
+
+def _of_targets(low: int, high: int, vocab: int) -> str:
+    if low >= 0 and high < vocab:
+        return ""
+    return (
+        f"targets must lie in [0, {vocab}), got values from {low} to {high}: "
+        "exclude masked positions by mask, or set them to any valid token"
+    )
+
+
+def _of_temperatures(low: float, high: float) -> str:
+    if usable(low) and usable(high):
+        return ""
+    return f"temperature must be positive and finite, and 1 / temperature too: values from {low} to {high}"

@@ -26,6 +26,7 @@ from spmdrl_kernels.blocks import (
     spans,
 )
 from spmdrl_kernels.checks import check_linear, check_settings, check_values
+from spmdrl_kernels.deferred import check_later
 from spmdrl_kernels.gradients import Gradients
 from spmdrl_kernels.linear import Job, is_top, kept_rows, results_of, spread
 from spmdrl_kernels.reference import TorchRows
@@ -98,6 +99,12 @@ def chunked_loss(
     return total, {name: spread(value, kept, tokens) for name, value in zip(caller.names, columns, strict=True)}
 
 
+ENTANGLED = (
+    "the loss that loss_fn returns for a token depends on other tokens, such as those of its sequence, so it cannot be "
+    "computed chunk by chunk: use linear_logprob, whose logp is differentiable"
+)
+
+
 class _Caller:
     """Calls the caller's loss function on one chunk and checks its results."""
 
@@ -124,16 +131,17 @@ class _Caller:
 
     @torch.no_grad()
     def check_separable(self, logp_C, entropy_C, rows: slice) -> None:
-        """Raise ValueError if a token's loss changes when every second token is removed from the chunk."""
+        """Raise ValueError if a token's loss changes when every second token is removed from the chunk.
+
+        On a GPU, a later call raises the error (`deferred.py`).
+        """
         whole, _ = self(logp_C, entropy_C, rows)
+        same = []
         for first in (0, 1):
             at = torch.arange(rows.start, rows.stop, device=logp_C.device)[first::2]
             part, _ = self(logp_C[first::2], None if entropy_C is None else entropy_C[first::2], at)
-            if not torch.allclose(part, whole[first::2], rtol=1e-4, atol=1e-12, equal_nan=True):
-                raise ValueError(
-                    "the loss that loss_fn returns for a token depends on other tokens, such as those of its sequence, "
-                    "so it cannot be computed chunk by chunk: use linear_logprob, whose logp is differentiable"
-                )
+            same.append(torch.isclose(part, whole[first::2], rtol=1e-4, atol=1e-12, equal_nan=True).all())
+        check_later(torch.stack(same), lambda same: "" if all(same) else ENTANGLED)
 
 
 def _states(

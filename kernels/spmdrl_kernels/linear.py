@@ -70,7 +70,8 @@ def linear_logprob(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, a target is outside the vocabulary, a setting is out of
-            range, or ranks of the group have different targets.
+            range, or ranks of the group have different targets. On a GPU, the values of targets and temperatures are
+            checked without a wait for the device: a later call of this package or `raise_deferred` raises the error.
     """
     tokens, sizes = len(hidden_TD), {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
@@ -160,7 +161,7 @@ def collision_probability(
     check_linear(hidden_TD, weight_VD, targets_T, temperature, None)
     check_settings(softcap, {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab})
     vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group)
-    check_values(targets_T, temperature, vocabulary.total)
+    check_values(None, temperature, vocabulary.total)
     blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
     state_4T = job.stats(hidden_TD, weight_VD, targets_T, "collision")

@@ -19,7 +19,7 @@ from spmdrl.session.meter import Meter
 from spmdrl.spmd import storage
 from spmdrl.spmd.checksum import digest, weighted_sum
 from spmdrl.spmd.storage import Parked, storage_bytes
-from spmdrl_kernels import chunked_loss, linear_logprob
+from spmdrl_kernels import chunked_loss, linear_logprob, raise_deferred
 from tests.contract.fake_cuda import FakeCuda, MixedDevicesError, NondeterministicError
 from tests.contract.fake_labels import CUDA, place
 from tests.contract.fake_streams import RaceError
@@ -331,3 +331,37 @@ def test_parity_of_the_kernels_host_code_on_a_fake_gpu(gpu, dtype, slack):
             assert (a.double() - b.double()).norm() <= slack * b.double().norm()
     for a, b in zip(found, want, strict=True):
         assert a.dtype == torch.float32 and (a - b).abs().max() <= 1e-4  # not rounded to bfloat16 on the way
+
+
+def head_inputs(**changes):
+    """Returns keyword arguments of `linear_logprob` on the fake GPU."""
+    shapes = {"hidden_TD": (6, 4), "weight_VD": (9, 4)}
+    given = {name: torch.randn(shape, device="cuda", generator=seeded()) for name, shape in shapes.items()}
+    return given | {"targets_T": torch.arange(6, device="cuda"), "backend": "torch"} | changes
+
+
+LATE: dict[str, Any] = {
+    "targets must lie in .0, 9., got values from 0 to 12": lambda: linear_logprob(
+        **head_inputs(targets_T=torch.tensor([0, 12, 3, 4, 5, 6], device="cuda"))
+    ),
+    "1 / temperature too: values from 0.0 to 1.0": lambda: linear_logprob(
+        **head_inputs(temperature=torch.tensor([1.0, 0, 1, 1, 1, 1], device="cuda"))
+    ),
+    "depends on other tokens": lambda: chunked_loss(**head_inputs(), loss_fn=lambda p, e, _: p - p.mean()),
+}
+
+
+@pytest.mark.parametrize("message", LATE)
+def test_kernel_checks_of_values_on_a_gpu_do_not_wait(gpu, message, monkeypatch):
+    """Neither the call nor a later one waits; one after the numbers have arrived raises the error, which names them."""
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda self: False)
+    LATE[message]()
+    linear_logprob(**head_inputs())
+    assert len(gpu.copies.waiting) >= 2
+    with pytest.raises(ValueError, match=message):
+        raise_deferred()
+    raise_deferred()
+    monkeypatch.undo()
+    LATE[message]()
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(**head_inputs())
