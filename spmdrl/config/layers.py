@@ -100,7 +100,12 @@ def _has_critic(last: dict[str, list[str]]) -> bool:
     """Return True if the chosen advantage reads the values of a critic."""
     preset = PRESETS.get("".join(last.get("algo.preset", [])[-1:]))
     named = last.get("algo.advantage") or ([preset.settings["algo.advantage"]] if preset else [])
-    return named[-1:] in (["gae"], ["turn_gae"])
+    if not named:
+        return False
+    from spmdrl.algos.estimators import ADVANTAGES  # imports torch
+
+    row = ADVANTAGES.get(named[-1])
+    return row is not None and "values" in row.fields
 
 
 def _learning_rate(last: dict[str, list[str]], schema: type) -> str:

@@ -42,7 +42,7 @@ def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
 
 
 def advice(error: BaseException) -> str:
-    """Return advice on an error; empty for errors that spmdrl raises, because their messages contain advice."""
+    """Return advice on an error; empty for mistakes that spmdrl reports, because their messages contain advice."""
     if timed_out(error):
         missing = briefly(heartbeats[0].missing, "") if heartbeats else ""
         record = f"`python -m spmdrl.tools.flight {rank_status.folder}` compares the last collectives of all ranks, "
@@ -59,7 +59,8 @@ def advice(error: BaseException) -> str:
     # A library or a user's function may raise the same types, with a message that does not advise the user.
     reported = frames and str(Path(__file__).parents[1]) in frames[-1].filename
     if type(error).__module__.startswith("spmdrl") or reported:
-        return ""
+        # The device table's error for a failed allocation names the flags to change, but not where the run resumes.
+        return resume() if out_of_memory(error) else ""
     if disk_full(error):
         return (
             f"make room on the disk of {rank_status.folder or 'the run folder'} (--checkpoint.keep keeps fewer), or "
@@ -72,8 +73,6 @@ def advice(error: BaseException) -> str:
 
 
 def _less_memory(phase: str) -> str:
-    if phase in ("rollout", "push", "wake", "eval"):
-        return "lower --rollout.max-sequences or --rollout.kv-cache-gib, or set --policy.offload"
     if phase == "reward":
         return "lower --reward.workers, or use less memory in the reward function"
     if phase == "start":

@@ -179,7 +179,11 @@ FAULTS = {
     "disk full": Fault(fill_disk, ("OSError: [Errno 28]", "make room on the disk")),
     "out of memory": Fault(
         take_memory,
-        ("can't allocate memory or no room for training or no room for sampling", "--policy. or --model.dtype"),
+        (
+            "can't allocate memory or no room for training or no room for sampling",
+            "--policy. or --model.dtype",
+            "The same command resumes or There is no checkpoint or No step has begun",
+        ),
     ),
     "NaN gradient": Fault(
         poison, ("NonFiniteError", "--optimizer.lr"), rank="[01]", everywhere=True, phases=("update",)

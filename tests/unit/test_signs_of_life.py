@@ -287,3 +287,13 @@ def test_words_of_errors_ask_no_heart_for_long(monkeypatch):
     assert "its position is unknown" in words.advice(RuntimeError("Timed out waiting 8000ms"))
     assert "another rank ended; see its log" in words.advice(RuntimeError("Connection reset by peer"))
     assert time.monotonic() - began < 10
+
+
+def test_a_failed_allocation_of_the_device_table_says_where_the_run_resumes(monkeypatch):
+    from spmdrl.policy.grad_guard import NonFiniteError
+    from spmdrl.session.device_table import NoRoomError
+
+    monkeypatch.setattr(rank_status, "saved", lambda: 120)
+    line = words.failure_line(NoRoomError("no room for training. Flags that would help most: --policy.offload host"))
+    assert line.endswith("--policy.offload host; The same command resumes from step 120")
+    assert words.failure_line(NonFiniteError("lower --optimizer.lr")).endswith("lower --optimizer.lr")
