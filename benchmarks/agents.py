@@ -22,9 +22,7 @@ episodes. The model is the random model of the rollout.
 """
 
 import argparse
-import json
 import os
-import platform
 import random
 import statistics
 import tempfile
@@ -39,6 +37,7 @@ import sys  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from benchmarks._about import measured_on, save  # noqa: E402
 from benchmarks._agents import QUICK_SIZES, SIZES, SPREAD, Rollouts, compared, flags  # noqa: E402
 from benchmarks._models import random_model  # noqa: E402
 
@@ -175,6 +174,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Print figures and targets; write JSON."""
     args = arguments()
+    about = measured_on("cpu", args.json) | {"spread": SPREAD}
+    about |= {name: value for name, value in vars(args).items() if name != "json"}
     import torch
 
     from spmdrl.config.load import Loaded, from_command_line
@@ -193,12 +194,7 @@ def main() -> None:
                 found["rollout"] = compared(found["sides"], statistics.median(one), args)
                 found["slowest"] = rollouts.alone(args.rounds)
             show(found)
-            if args.json:
-                about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-                about |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "spread": SPREAD}
-                about |= {name: value for name, value in vars(args).items() if name != "json"}
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps({"about": about} | found, indent=1) + "\n")
+            save(args.json, about, **found)
 
 
 if __name__ == "__main__":

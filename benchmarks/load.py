@@ -27,6 +27,9 @@ from typing import Any
 
 # Replace this folder in the path, because its megatron.py would hide the package `megatron`.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks._about import measured_on, save  # noqa: E402
+
 MIB = 1 << 20
 BEYOND = 512.0
 """Maximum MiB that a rank may use in addition to its share."""
@@ -201,6 +204,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--ranks", nargs="+", type=int, help="numbers of ranks (default: 2 and 4)")
     args = parser.parse_args()
+    about = measured_on("cpu", args.json)
     os.environ["OMP_NUM_THREADS"] = "1"
     size, rows = "135M" if args.quick else "1B", []
     with tempfile.TemporaryDirectory() as scratch:
@@ -215,8 +219,7 @@ def main() -> None:
     for row in rows:
         name, ok = f"load_{row['kind'].replace(' ', '_')}_{row['ranks']}_ranks_mib", row["beyond"] <= BEYOND
         print(f"target {name} {row['beyond']:.0f} {BEYOND:.0f} {'ok' if ok else 'miss'}")
-    if args.json:
-        args.json.write_text(json.dumps({"goal_mib": BEYOND, "rows": rows}, indent=1) + "\n")
+    save(args.json, about, goal_mib=BEYOND, rows=rows)
 
 
 if __name__ == "__main__":

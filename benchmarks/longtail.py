@@ -10,7 +10,8 @@ half of the variance comes from the prompt and half from the sample, and the med
 Most responses are short, and a few are cut at the limit, as in DAPO, where the limit is 20,480 tokens
 (https://arxiv.org/abs/2503.14476).
 
-All settings run in one process on the same engine and policy, and take turns over `--rounds`. The first steps of a
+All settings run in one process on the same engine and policy, and take turns over `--rounds`. A run that is stopped, by
+Ctrl-C or by `--seconds`, reports the settings of which it has counted steps. The first steps of a
 setting, in which no samples are carried over from earlier ones, are not counted. Short responses end first, so
 over-sampling trains on shorter ones. The figure to compare is therefore trained tokens per second, which is printed
 together with the time of a step. vLLM batches continuously. The HF engine samples one prompt length at a time, so
@@ -25,7 +26,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -143,7 +143,7 @@ def side(folder: Path, args) -> None:
         "optimizer.lr": 1e-6,
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
-    rows = []
+    record = open(folder / f"rank_{os.environ.get('RANK', '0')}.jsonl", "a", buffering=1)  # noqa: SIM115 (to the end)
     with open_run(JOB, Loaded(config)) as run:
         run.memory.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
         run.memory.engine.stop_tokens = []
@@ -153,7 +153,8 @@ def side(folder: Path, args) -> None:
             watched.tokens, watched.polls = 0, []
             done = experience(step)
             carried = sum(e.generated for group in done.carried for e in group.episodes)
-            rows.append({"sampled": watched.tokens, "carried": carried, "polls": watched.polls})
+            row = {"sampled": watched.tokens, "carried": carried, "polls": watched.polls}
+            record.write(json.dumps(row | {"device": run.world.device.type}) + "\n")
             return done
 
         run.experience = seen
@@ -167,7 +168,6 @@ def side(folder: Path, args) -> None:
             run.sampler.start_step = run.sampler.step = first
             run.sampler.draws, run.sampler.carried = 0, []
             train(run)
-        (folder / f"rank_{run.world.rank}.json").write_text(json.dumps(rows))
         torch.distributed.barrier(group=run.world.host_group)
 
 
@@ -246,8 +246,12 @@ def default_ranks() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
-def measure(args) -> dict[str, dict]:
-    """Start the ranks and read what they wrote."""
+def measure(args) -> tuple[dict[str, dict], str]:
+    """Start the ranks and read what they wrote; return the figures of each setting, and why the run ended early if so.
+
+    Raises:
+        RuntimeError: the ranks ended before a step was counted; the message has the end of their output.
+    """
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         random_model(folder / "model")
@@ -258,18 +262,51 @@ def measure(args) -> dict[str, dict]:
         words = [word for name in NUMBERS for word in (f"--{name}", str(getattr(args, name)))]
         words += ["--engine", args.engine, "--settings", *args.settings, "--side", work]
         with open(folder / "log", "w") as log:
-            command = [*launch, __file__, *words]
-            done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-        ranks = [folder / f"rank_{rank}.json" for rank in range(args.ranks)]
-        if done.returncode or not all(file.exists() for file in ranks):
-            raise RuntimeError(f"the run ends with:\n{(folder / 'log').read_text()[-3000:]}")
-        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        each = [json.loads(file.read_text()) for file in ranks]
+            process = subprocess.Popen([*launch, __file__, *words], env=environment, stdout=log, stderr=log)
+            early = waited(process, args.seconds)
+        rows = collect(folder, args)
+        if early and not rows:
+            raise RuntimeError(f"no step was counted, {early}:\n{(folder / 'log').read_text()[-3000:]}")
+        return rows, early
+
+
+def waited(process: subprocess.Popen, seconds: float) -> str:
+    """Wait for the ranks, at most for some seconds; return why they ended early, or an empty text."""
+    early = ""
+    try:
+        if code := process.wait(seconds or None):
+            early = f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        early = f"stopped after {seconds:g} s"
+    except KeyboardInterrupt:
+        early = "stopped by a signal"
+    if process.poll() is None:
+        process.terminate()  # torchrun ends its ranks
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return early
+
+
+def whole_lines(file: Path) -> list[dict]:
+    """Return the rows of a file of JSON lines, without a last line that is not complete."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def collect(folder: Path, args) -> dict[str, dict]:
+    """Return the figures of each setting that has counted steps, from the files of a run that may not be complete."""
+    lines = whole_lines(folder / "run" / "metrics.jsonl")
+    ranks = [whole_lines(folder / f"rank_{rank}.jsonl") for rank in range(args.ranks)]
+    done = min(map(len, [lines, *ranks]))
     out = {}
     for place, name in enumerate(args.settings):
         turns = range(place, args.rounds * len(args.settings), len(args.settings))
-        steps = [i for turn in turns for i in range(turn * args.steps, (turn + 1) * args.steps)]
-        out[name] = summary(name, [lines[i] for i in steps], [[rank[i] for i in steps] for rank in each], args)
+        steps = [i for turn in turns for i in range(turn * args.steps, (turn + 1) * args.steps) if i < done]
+        if len(steps) > args.skip:
+            out[name] = summary(name, [lines[i] for i in steps], [[rank[i] for i in steps] for rank in ranks], args)
+            out[name]["device"] = ranks[0][steps[0]]["device"]
     return out
 
 
@@ -292,6 +329,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="of one turn of a setting. 0: 16, quick 8")
     parser.add_argument("--skip", type=int, default=4, help="first steps of a turn, which are not counted")
     parser.add_argument("--rounds", type=int, default=0, help="turns of each setting. 0: 2, quick 1")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop after this time; 0: run to the end")
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.engine, args.ranks = engine_of(args.engine), args.ranks or default_ranks()
@@ -351,8 +389,15 @@ def main() -> None:
     sys.path[:0] = [str(ROOT)]
     if args.side:
         return side(args.side, args)
-    share = show_lengths(args)
-    rows = measure(args)
+    from benchmarks._about import available, measured_on, refuse, save
+
+    kind = available()
+    about = measured_on(kind, args.json) | {"engine": args.engine, "own": OWN, "median": MEDIAN}
+    about |= {name: getattr(args, name) for name in NUMBERS} | {"lengths": show_lengths(args)}
+    rows, early = measure(args)
+    if others := {row.pop("device") for row in rows.values()} - {kind}:
+        refuse(f"the ranks ran on {others.pop()}, not on {kind}")
+    about |= {"settings": {name: SETTINGS[name] for name in rows}, "ended_early": early}
     show(rows)
     polls = [poll for row in rows.values() for poll in row.pop("polls")]
     model, most = fit(polls), None
@@ -361,20 +406,13 @@ def main() -> None:
         most = bound(rows["static"], model, args)
         print(f"bound on the speed-up, with engines that are full to the end: {most['ratio']:.2f}")
     ratios = show_ratios(rows)
+    save(args.json, about, settings=rows, ratios=ratios, bound=most)
     if "partial" in ratios:
         ratio = ratios["partial"]["step_time"]
         print(f"target longtail-step-time {ratio:.2f} {GOAL} {'ok' if ratio >= GOAL else 'miss'}")
-    if args.json:
-        import torch
-
-        about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        about |= {"torch": torch.__version__, "engine": args.engine, "date": time.strftime("%Y-%m-%d")}
-        about |= {name: getattr(args, name) for name in NUMBERS} | {"lengths": share}
-        about |= {"own": OWN, "median": MEDIAN, "settings": {name: SETTINGS[name] for name in rows}}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"about": about, "settings": rows, "ratios": ratios, "bound": most}, indent=1) + "\n"
-        )
+    if early:
+        missing = ", ".join(name for name in args.settings if name not in rows)
+        sys.exit(f"{early}: {f'no counted steps of {missing}' if missing else 'fewer steps than asked'}")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +30,8 @@ sys.path[:] = [str(ROOT), *others]
 import torch  # noqa: E402 (threads and paths first)
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+
+from benchmarks._about import measured_on, save  # noqa: E402
 
 SIZES = {
     "30M": dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, vocab_size=16384, heads=8),
@@ -351,6 +351,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", choices=("speed", "bytes"), default=("speed", "bytes"))
     args = parser.parse_args()
+    about = measured_on("cpu", args.json)
     from transformers.utils.logging import disable_progress_bar
 
     import spmdrl.policy.fsdp.policy  # noqa: F401
@@ -374,12 +375,7 @@ def main() -> None:
     print()
     for name, value, goal, ok in targets:
         print(f"target {name} {value:.3f} {goal.replace(' ', '')} {'ok' if ok else 'miss'}")
-    if args.json:
-        facts = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        facts |= {"python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
-        facts |= {name: version(name) for name in ("torch", "transformers", "megatron-core")}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(facts | result, indent=1) + "\n")
+    save(args.json, about, **result)
 
 
 if __name__ == "__main__":

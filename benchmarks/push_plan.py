@@ -11,9 +11,6 @@ allocations of Python and NumPy (tracemalloc), including the boxes of all ranks.
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 import tracemalloc
@@ -25,6 +22,8 @@ import numpy as np
 import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from benchmarks._about import measured_on, save  # noqa: E402
 
 MODELS = {"qwen3-30b": "Qwen3-30B-A3B", "qwen3-235b": "Qwen3-235B-A22B", "deepseek-v3": "DeepSeek-V3"}
 ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
@@ -217,6 +216,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    about = measured_on("cpu", args.json)
     torch.set_num_threads(1)
     ranks, rows = args.ranks or (64 if args.quick else 512), []
     print(f"{ranks} ranks, bfloat16, buckets of {BUCKET >> 20} MiB; one push of one rank")
@@ -248,10 +248,7 @@ def main() -> None:
         ("push-plan-cpu-s", max(row["cpu_s"] for row in rows), 30),
     ):
         print(f"target {name} {value:.1f} {goal} {'ok' if value <= goal else 'miss'}")
-    if args.json:
-        facts = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        facts |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
-        args.json.write_text(json.dumps(facts, indent=1))
+    save(args.json, about, rows=rows)
 
 
 if __name__ == "__main__":

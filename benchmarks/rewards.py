@@ -10,19 +10,19 @@ since parsed answers are cached. Times are wall-clock times, so other load on th
 """
 
 import argparse
-import json
 import os
-import platform
 import random
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
+
+from benchmarks._about import measured_on, save  # noqa: E402
+
 STEP = 256
 TARGET = 1000.0
 """Minimum answers per second of one rank with one worker."""
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer answers, one round")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    about = measured_on("cpu", args.json)
 
     from spmdrl.config.schema import RewardConfig, SandboxConfig
     from spmdrl.rewards.load import load_reward
@@ -82,7 +83,7 @@ def main() -> None:
     count, rounds = (2 * STEP, 1) if args.quick else (8 * STEP, 3)
     gsm8k, few = answers(count, "openai/gsm8k"), answers(8 + 128, "numina_cn_k12", symbolic=True)
     rows: list[dict[str, Any]] = []
-    load = os.getloadavg()[0]  # load by other programs, which lowers the rates
+    about |= {"load_before": os.getloadavg()[0]}  # load by other programs, which lowers the rates
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.py"
         file.write_text(USER_FILE)
@@ -106,10 +107,7 @@ def main() -> None:
             print(f"{name:16} {where:16} {best:>10.0f} answers/s {1e6 / best:>8.0f} us", flush=True)
     pool = min(row["answers_per_second"] for row in rows if row["workers"] == 1 and row["answers"] == count)
     print(f"target pool-answers-per-second {pool:.0f} {TARGET:.0f} {'ok' if pool >= TARGET else 'miss'}")
-    if args.json:
-        facts = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-        facts |= {"load_before": load, "python": platform.python_version(), "date": str(date.today()), "rows": rows}
-        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+    save(args.json, about, rows=rows)
 
 
 if __name__ == "__main__":

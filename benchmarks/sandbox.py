@@ -13,7 +13,6 @@ after sampling.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "sandbox")]
 
+from benchmarks._about import measured_on, save  # noqa: E402
 from benchmarks._models import TINY, random_model  # noqa: E402
 from spmdrl_sandbox import bubblewrap  # noqa: E402
 from spmdrl_sandbox.base import Limits, Program  # noqa: E402
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few seconds of each")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    about = measured_on("cpu", args.json)
     found = rates(1.0 if args.quick else 10.0)
     for name, rate in found.items():
         print(f"{name:8} {rate:8.1f} programs/s on one core")
@@ -151,10 +152,7 @@ def main() -> None:
         ("waits-for-rewards", waits, WAITS, waits <= WAITS),
     ):
         print(f"target {name} {value:.3f} {goal} {'ok' if holds else 'miss'}")
-    if args.json:
-        facts = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        facts |= {"python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "quick": args.quick}
-        args.json.write_text(json.dumps(facts | {"programs_per_second": found, "step": times}, indent=1) + "\n")
+    save(args.json, about, quick=args.quick, programs_per_second=found, step=times)
 
 
 if __name__ == "__main__":

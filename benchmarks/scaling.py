@@ -24,10 +24,8 @@ job and a Megatron job have the same figures of a step, and the time and memory 
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
-import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
 
 from benchmarks import _scaling_plan  # noqa: E402
+from benchmarks._about import measured_on, save  # noqa: E402
 from benchmarks._axis_bytes import sent  # noqa: E402
 
 MESSAGES = ("send", "recv_", "recv_any_source_")
@@ -238,6 +237,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None, help="an image of the tables: .png or .svg")
     args = parser.parse_args()
+    about = measured_on("cpu", args.json)
     rows, plans, pushes = [], [], []
     began = os.getloadavg()
     if args.only != "plans":
@@ -253,11 +253,9 @@ def main() -> None:
         plans, pushes = _scaling_plan.run(), _scaling_plan.run_pushes()
     for name, value, goal, met in targets(rows) + _scaling_plan.targets(plans, pushes):
         print(f"target {name} {value:.2f} {goal} {'ok' if met else 'miss'}")
-    if args.json:
-        facts = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-        # Record the load, because seconds of a plan are wall-clock times, which other programs lengthen.
-        facts |= {"date": time.strftime("%Y-%m-%d"), "load_before_and_after": [began, os.getloadavg()]}
-        args.json.write_text(json.dumps(facts | {"rows": rows, "plans": plans, "pushes": pushes}, indent=1) + "\n")
+    # Record the load, because seconds of a plan are wall-clock times, which other programs lengthen.
+    about |= {"load_before_and_after": [began, os.getloadavg()]}
+    save(args.json, about, rows=rows, plans=plans, pushes=pushes)
     if args.plot:
         plot(rows, plans, args.plot)
 

@@ -2,52 +2,55 @@
 
     python benchmarks/shared_prompt.py [--quick] [--json FILE] [--model FOLDER_OR_NAME] [--dtype float32]
 
-It runs in one process, on one thread of a CPU (or on the whole GPU if there is one), on groups of 8 and 16 samples with
-prompt to response lengths of 4:1, 1:1 and 1:4. Both sides run the same sequences in the same call, in turns, and their
-medians are compared. The default model is a random Llama of 12 million parameters, which is large enough that its
-layers, not Python, take the time.
+It runs in one process on groups of 8 and 16 samples with prompt to response lengths of 4:1, 1:1 and 1:4. Both sides run
+the same sequences in the same call, in turns, and their medians are compared. On one thread of a CPU, the default model
+is a random Llama of 12 million parameters in float32, and a sample has 256 or 320 tokens. On a GPU it is a random Qwen2
+with six layers of Qwen2.5-7B's shapes in bfloat16, and a sample has 1,024 or 1,280 tokens. At these sizes the products,
+not Python and launches, take the time: a GPU multiplies 30 to 240 TFLOP in a pass.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402 (threads first)
 
-from spmdrl.hub.build import build_model  # noqa: E402
+from benchmarks._about import available, measured_on, save  # noqa: E402
+from spmdrl.hub.build import DTYPES, build_model  # noqa: E402
 from spmdrl.hub.resolve import resolve  # noqa: E402
 from spmdrl.policy.attention import packed as attention  # noqa: E402
 from spmdrl.policy.heads import PackedLM  # noqa: E402
 
 RATIOS = {"4:1": (256, 64), "1:1": (128, 128), "1:4": (64, 256)}
-"""Numbers of prompt and response tokens by their ratio."""
+"""Numbers of prompt and response tokens on a CPU, by their ratio."""
+LONGER = 4
+"""Factor by which prompts and responses are longer on a GPU."""
 GOALS = {"4:1": 2.0, "1:1": 1.4, "1:4": 1.1}
 GROUPS = (8, 16)
 
 
-def random_llama(folder: Path) -> Path:
-    """Write a random Llama with 12 million parameters and return its folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def random_model(folder: Path, device: str) -> Path:
+    """Write the random model of a type of device and return its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8192,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=10,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    ).save_pretrained(folder)
+    if device == "cuda":
+        # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
+        sizes: dict = dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=6)
+        config = Qwen2Config(**sizes, num_attention_heads=28, num_key_value_heads=4, dtype="bfloat16")
+        with torch.device(device):
+            Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
+        return folder
+    sizes = dict(vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=10)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -93,38 +96,39 @@ def measure(hf, group: int, prompt: int, response: int, repeats: int, device: to
 
 def main() -> None:
     """Print a table and one line per target; write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="groups of 8 alone, once")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="groups of 8 alone, once (on a GPU three times)")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="", help="as --model.path; empty: a random Llama")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--model", default="", help="as --model.path; empty: a random model")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
+    kind = available()
+    dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
+    device, about = torch.device(kind), measured_on(kind, args.json) | {"dtype": dtype, "model": args.model or "random"}
+    if kind == "cpu":
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = resolve(args.model) if args.model else random_llama(Path(scratch))
-        hf = build_model(folder, args.dtype, False, attention.register()).to(device)
+        folder = resolve(args.model) if args.model else random_model(Path(scratch), kind)
+        hf = build_model(folder, DTYPES[dtype], False, attention.register()).to(device)
+    longer, repeats = (LONGER, 3) if kind == "cuda" else (1, 1 if args.quick else 3)
     rows = []
+    print(f"on {about['device']}, {dtype}")
     print(f"{'group':>5} {'ratio':>5} {'prompt':>6} {'response':>8} {'plain s':>8} {'shared s':>8} {'gain':>6}")
     for group in GROUPS[:1] if args.quick else GROUPS:
-        for name, (prompt, response) in RATIOS.items():
-            row = {"name": name} | measure(hf, group, prompt, response, 1 if args.quick else 3, device)
+        for name, sizes in RATIOS.items():
+            prompt, response = (longer * n for n in sizes)
+            row = {"name": name} | measure(hf, group, prompt, response, repeats, device)
             rows.append(row)
+            save(args.json, about, rows=rows)
             print(
                 f"{group:5} {name:>5} {prompt:6} {response:8} {row['plain_s']:8.3f} {row['shared_s']:8.3f} "
-                f"{row['ratio']:6.2f}"
+                f"{row['ratio']:6.2f}",
+                flush=True,
             )
     for row in rows:
         goal = GOALS[row["name"]]
         verdict = "ok" if row["ratio"] >= goal else "miss"
         print(f"target shared_prompt_{row['group']}_{row['name']} {row['ratio']:.2f} {goal} {verdict}")
-    if args.json:
-        machine = {"machine": platform.processor() or platform.machine(), "device": str(device)}
-        versions = {"torch": torch.__version__, "python": platform.python_version(), "dtype": args.dtype}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        date = time.strftime("%Y-%m-%d")
-        args.json.write_text(json.dumps(machine | versions | {"date": date, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,17 @@ moments, which are the same for all variants.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
+
+from benchmarks._about import available, measured_on, save  # noqa: E402
+
 VOCAB = 151_936
 WAYS = ("all logits", "linear_logprob", "chunked_loss")
 TARGET = 1.5
@@ -77,7 +78,7 @@ def one(way: str, tokens: int) -> None:
         cfg.model.path = folder
         world = start(cfg.parallel, 1)
         policy = FsdpPolicy(cfg, world, 10)
-    before = held(gpu, reset=True)
+    before, clock = held(gpu, reset=True), time.perf_counter if gpu else time.process_time
     length = 128
     sampled = torch.arange(length) >= 8
     made = [
@@ -94,10 +95,12 @@ def one(way: str, tokens: int) -> None:
     stats = policy.update(batch, objective).reduce(lambda x, op: x, world.device)
     peak, seconds = held(gpu) - before, []
     for _ in range(3):
-        began = time.process_time()
+        began = clock()
         policy.update(batch, objective).reduce(lambda x, op: x, world.device)
-        seconds.append(time.process_time() - began)
-    row = {"way": way, "tokens": tokens, "peak_mib": peak / 2**20, "cpu_seconds": sorted(seconds)[1]}
+        if gpu:
+            torch.cuda.synchronize()
+        seconds.append(clock() - began)
+    row = {"way": way, "tokens": tokens, "peak_mib": peak / 2**20, "seconds": sorted(seconds)[1]}
     print(json.dumps(row | {"entropy": stats["entropy/mean"], "grad_norm": stats["grad_norm"]}))
 
 
@@ -110,9 +113,7 @@ def main() -> None:
     if args.one:
         one(args.one[0], int(args.one[1]))
         return
-    import torch
-
-    rows = []
+    about, rows = measured_on(available(), args.json), []
     for tokens in (256,) if args.quick else (256, 512, 1024):
         for way in WAYS:
             command = [sys.executable, __file__, "--one", way, str(tokens)]
@@ -120,7 +121,7 @@ def main() -> None:
             if done.returncode:
                 sys.exit(done.stderr)
             rows.append(json.loads(done.stdout.splitlines()[-1]))
-            line = "{tokens:>6} tokens  {way:15} {peak_mib:>8.0f} MiB  {cpu_seconds:6.2f} s CPU  |g| {grad_norm:.6f}"
+            line = "{tokens:>6} tokens  {way:15} {peak_mib:>8.0f} MiB  {seconds:6.2f} s  |g| {grad_norm:.6f}"
             print(line.format(**rows[-1]), flush=True)
     spread = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a in rows for b in rows if a["tokens"] == b["tokens"])
     assert spread < 1e-3, f"the ways differ by {spread}"
@@ -128,9 +129,7 @@ def main() -> None:
         first, ours = (next(r for r in rows[::-1] if r["way"] == name)["peak_mib"] for name in (WAYS[0], way))
         met = "ok" if first >= TARGET * ours else "miss"
         print(f"target update-memory-all-logits-over-{way} {first / ours:.2f} {TARGET} {met}")
-    if args.json:
-        facts = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-        Path(args.json).write_text(json.dumps(facts | {"date": str(date.today()), "rows": rows}, indent=1) + "\n")
+    save(args.json, about, rows=rows)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from benchmarks._trl import Turns, about, seconds_of, take_turns, trl_python  # noqa: E402
+from benchmarks._about import measured_on, save  # noqa: E402
+from benchmarks._trl import PINS, Turns, seconds_of, take_turns, trl_python  # noqa: E402
 
 SAME_TOKENS = 0.02
 """Maximum relative difference of the numbers of tokens on which both programs train."""
@@ -146,6 +147,7 @@ def ours(job: Job, folder: Path) -> None:
     flags = {
         "run.dir": folder / "run",
         "run.steps": job.warm + job.steps,
+        "run.device": "cpu",  # as TRL's side
         "model.path": job.model,
         "model.dtype": job.dtype,
         "optimizer.lr": job.lr,
@@ -247,6 +249,7 @@ def main() -> None:
     if args.side:
         side, folder = args.side
         return SIDES[side](Job(**json.loads((Path(folder) / "job.json").read_text())), Path(folder))
+    about = measured_on("cpu", args.json) | {"trl": PINS[0]}
     widths = (6, 8, 10, 9, 8, 11, 7)
     python = trl_python(args.trl_venv)
     rows = {}
@@ -258,7 +261,7 @@ def main() -> None:
             job.steps = min(job.steps, 6)
         for changed in ("prompts", "samples", "tokens", "warm", "steps"):
             setattr(job, changed, getattr(args, changed) or getattr(job, changed))
-        row = rows[name] = measure(job, args.data, python) | {"about": about()}
+        row = rows[name] = measure(job, args.data, python) | {"about": about}
         seconds = [f"{row[k]:.3f}" for k in ("spmdrl_s", "trl_s")]
         tokens = [f"{row[k]:.0f}" for k in ("spmdrl_tokens", "trl_tokens")]
         cells = (job.ranks, job.engine, *seconds, *tokens, f"{row['ratio']:.2f}")
@@ -266,9 +269,7 @@ def main() -> None:
         print("  " + "  ".join(f"{k[5:]} {v:.3f}" for k, v in row["spmdrl_phases"].items()), flush=True)
         if args.json:
             before = json.loads(args.json.read_text()) if args.json.exists() else {}
-            merged = {"jobs": before.get("jobs", {}) | rows}
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(merged, indent=1) + "\n")
+            save(args.json, about, jobs=before.get("jobs", {}) | rows)
     for name, row in rows.items():
         if row["goal"]:
             word = "ok" if row["ratio"] >= row["goal"] else "miss"

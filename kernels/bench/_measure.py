@@ -4,21 +4,23 @@ import argparse
 import ctypes
 import gc
 import itertools
-import json
 import os
-import platform
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks._about import available, measured_on  # noqa: E402
+from benchmarks._about import save as write  # noqa: E402
 
 MIB = 2**20
 
@@ -154,10 +156,8 @@ def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
 
 
 def save(path: str | None, facts: dict, rows: list[dict]) -> None:
-    """Write the results so far atomically. Called after every shape, so that an interrupted run leaves its results."""
-    if path:
-        Path(path + ".part").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
-        os.replace(path + ".part", path)
+    """Write the results so far in one step. Called after every shape, so that an interrupted run leaves its results."""
+    write(path, facts, rows=rows)
 
 
 def plot(rows: list[dict], path: str | None) -> None:
@@ -201,29 +201,19 @@ def options(doc: str | None, sizes: str) -> argparse.Namespace:
     args.shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
     if wrong := [s for s in args.shapes if len(s) != len(sizes)]:
         parser.error(f"--shapes takes {','.join(sizes)} each, got {wrong[0]}")
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = available()
     args.seconds = args.seconds or (5 if args.quick or args.device == "cuda" else 12)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     return args
 
 
-def facts_of(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return and print facts about the benchmark: machine, versions, date."""
-    versions = {}
-    for name in ("torch", "triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "absent"
-    facts = {"machine": machine(device), "dtype": str(dtype), "date": datetime.now(UTC).date().isoformat()}
-    facts |= {"versions": versions, "clock": "events" if device == "cuda" else "CPU seconds of the process"}
+def facts_of(device: str, dtype: torch.dtype, path: str | None) -> dict[str, Any]:
+    """Return and print facts about the benchmark: device, machine, versions, date.
+
+    Raises:
+        SystemExit: the name of the file of results, or the environment, claims another device.
+    """
+    facts = measured_on(device, path) | {"dtype": str(dtype), "threads": torch.get_num_threads()}
+    facts |= {"clock": "events" if device == "cuda" else "CPU seconds of the process"}
     print(facts)
     return facts
-
-
-def machine(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used"

@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch  # noqa: E402
 import triton  # noqa: E402
 from _launches import DTYPES, KERNELS, Launch, launches_of  # noqa: E402
-from _measure import reason  # noqa: E402
+from _measure import measured_on, reason  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
@@ -202,10 +201,9 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(f"{row['target']} {row['kernel']} {row['constants']}: {why}; {row['call']}; {row['arguments']}")
 
 
-def write(path: str, rows: list[dict[str, Any]]) -> None:
+def write(path: str, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Write facts, then a line for each way to compile a kernel, with its figures on each target."""
-    versions = {module.__name__: module.__version__ for module in (torch, triton)}
-    facts: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "figures": FIGURES}
+    facts: dict[str, Any] = {"about": about, "figures": FIGURES}
     facts["arguments"] = {name: arguments_of(kernel_of(name)) for name in KERNELS}
     ways: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -224,6 +222,7 @@ def main() -> None:
     )
     parser.add_argument("--json")
     args = parser.parse_args()
+    about = measured_on("cpu", args.json)  # it compiles and computes nothing
     driver.set_active(Elsewhere())
     triton.knobs.nvidia.dump_ptxas_log = True
     with tempfile.TemporaryDirectory() as folder:
@@ -233,7 +232,7 @@ def main() -> None:
     print(f"triton {triton.__version__}, torch {torch.__version__}, {len(rows)} compiled")
     show(rows)
     if args.json:
-        write(args.json, rows)
+        write(args.json, about, rows)
     sys.exit(any(problem(row) for row in rows))
 
 

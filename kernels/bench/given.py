@@ -146,7 +146,7 @@ def targets(rows: list[dict], device: str) -> None:
 def main() -> None:
     args = options(__doc__, "TV")
     device, dtype = args.device, torch.bfloat16 if args.device == "cuda" else torch.float32
-    facts = facts_of(device, dtype)
+    facts = facts_of(device, dtype, args.json)
     field = contenders(device)
     for kind, goal in GOALS.items():
         largest = max(errors(field[0], device, kind, what)["max dlogp"] for what in KINDS)

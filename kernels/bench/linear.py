@@ -119,7 +119,7 @@ def targets_cpu(rows: list[dict]) -> None:
 def main() -> None:
     args = options(__doc__, "TDV")
     device, dtype = args.device, torch.bfloat16 if args.device == "cuda" else torch.float32
-    facts = facts_of(device, dtype)
+    facts = facts_of(device, dtype, args.json)
     facts["errors"] = precision("triton" if device == "cuda" else "torch", device)
     field, absent = contenders(device)
     wrong = {c.name: problem for c in field if (problem := check(c, device, dtype))}

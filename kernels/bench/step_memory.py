@@ -15,6 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks._about import available, measured_on, save  # noqa: E402
+
 VOCAB = 151_936
 WAYS = {"all logits": "before", "linear_logprob": "after", "chunked_loss": "after, loss inside the chunk"}
 
@@ -63,7 +67,8 @@ def one(way: str, tokens: int) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         loss = step()
         peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    print(json.dumps({"way": way, "tokens": tokens, "peak_mib": peak / 2**20, "loss": loss}))
+    row = {"way": way, "tokens": tokens, "peak_mib": peak / 2**20, "loss": loss, "device": device}
+    print(json.dumps(row))
 
 
 def main() -> None:
@@ -75,17 +80,18 @@ def main() -> None:
     if args.one:
         one(args.one[0], int(args.one[1]))
         return
-    rows = []
+    device = available()
+    about, rows = measured_on(device, args.json), []
     for tokens in (256,) if args.quick else (256, 512, 1024):
         for way, when in WAYS.items():
             command = [sys.executable, __file__, "--one", way, str(tokens)]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
             rows.append(json.loads(done.stdout.splitlines()[-1]) | {"when": when})
+            assert rows[-1]["device"] == device
             print("{tokens:>6} tokens  {way:16} {peak_mib:>8.0f} MiB  loss {loss:.6f}".format(**rows[-1]), flush=True)
     first, second = rows[-3]["peak_mib"], rows[-2]["peak_mib"]
     print(f"target kernel-step-memory-ratio {first / second:.2f} 1.5 {'ok' if first >= 1.5 * second else 'miss'}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, about, rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import io
 import json
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import traceback
 from argparse import Namespace
@@ -119,6 +121,93 @@ def test_benchmarks_import_and_answer_help():
     assert not wrong, "\n".join(wrong)
 
 
+# ── the device that a result names ───────────────────────────────────────────
+
+
+def claims(files: list[str], folder: str) -> dict[str, list[str]]:
+    """Returns how each script ends whose file of results, or whose environment, claims a GPU."""
+    from benchmarks._about import CLAIM
+
+    said, path = {}, list(sys.path)
+    signal.signal(signal.SIGALRM, lambda *args: sys.exit("it began to measure"))
+    for file in files:
+        sys.path[:] = [str(Path(file).parent), *path]
+        words = [["--help"], ["--json", f"{folder}/kernels_h100_quick.json"], ["--json", f"{folder}/out.json"]]
+        ends = []
+        for i, more in enumerate(words):
+            sys.argv, shown = [file, *more], io.StringIO()
+            os.environ.pop(CLAIM, None)
+            if i == 2:
+                os.environ[CLAIM] = "cuda"
+            signal.alarm(10)
+            try:
+                with contextlib.redirect_stdout(shown):
+                    runpy.run_path(file, run_name="__main__")
+            except SystemExit as left:
+                ends.append(str(left.code))
+            signal.alarm(0)
+            if i == 0 and "--json" not in shown.getvalue():
+                break
+        else:
+            said[file] = ends[1:]
+    return said
+
+
+def test_benchmarks_that_claim_a_gpu_and_run_on_a_cpu_end_at_once(tmp_path):
+    """Every script whose --help has --json, so that no list of them grows old."""
+    said = forked(claims, [file for file in SCRIPTS if not Path(file).name.startswith("_")], str(tmp_path), limit=120.0)
+    assert len(said) > 15 and "benchmarks/transfer.py" in said and "kernels/bench/linear.py" in said
+    for file, (named, told) in said.items():
+        assert named.startswith("nothing was measured: the file kernels_h100_quick.json is named after h100"), file
+        assert told.startswith("nothing was measured: SPMDRL_BENCHMARK_DEVICE=cuda"), file
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", SCRIPTS)
+def test_benchmark_results_are_written_with_their_device(file):
+    """A script that takes `--json` hands the file to the functions that name and check the device, and to no other."""
+    tree = ast.parse((ROOT / file).read_text())
+    taken = {"measured_on", "save", "write", "facts_of"}
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "json"]
+    uses = [node for node in uses if isinstance(node.value, ast.Name) and node.value.id in ("args", "own")]
+    called = [getattr(parents[node].func, "id", "") for node in uses if isinstance(parents[node], ast.Call)]
+    assert not uses or "measured_on" in called or "facts_of" in called, file
+    assert set(called) <= taken, file
+    # Results of earlier runs may be read, to be completed.
+    others = [parents[node] for node in uses if not isinstance(parents[node], ast.Call | ast.If)]
+    assert all(isinstance(p, ast.Attribute) and p.attr in ("read_text", "exists") for p in others), file
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("linear_h100_first", "cuda"),
+        ("transfer_gpu", "cuda"),
+        ("mfu-a100", "cuda"),
+        ("x_gb200", "cuda"),
+        ("l4_x", ""),
+        ("mi300.quick", "cuda"),
+        ("memory_cpu", "cpu"),
+        ("plan_1b_64", ""),
+        ("h1", ""),
+        ("compiled", ""),
+    ],
+)
+def test_benchmark_files_claim_a_device_by_their_names(name, kind, tmp_path, monkeypatch):
+    from benchmarks import _about
+
+    monkeypatch.delenv(_about.CLAIM, raising=False)
+    assert _about.claimed(tmp_path / f"{name}.json")[0] == kind
+    monkeypatch.setenv(_about.CLAIM, "cpu")
+    assert _about.claimed(tmp_path / f"{name}.json")[0] == "cpu"
+    _about.save(tmp_path / "x" / "out.json", _about.measured_on("cpu"), rows=[1])
+    about = json.loads((tmp_path / "x" / "out.json").read_text())["about"]
+    assert about["device"] == "cpu" and "cores" in about["machine"] and about["versions"]["torch"] and about["date"]
+    with pytest.raises(SystemExit, match="computes on the GPU here"):
+        _about.measured_on("cuda", None)
+
+
 def test_benchmarks_imports_are_followed_into_functions():
     """This file exists for one mistake: a name that has moved, imported where a script does its work."""
     text = "def side():\n    from spmdrl.rl.run import open_run\n    from spmdrl.session.open import open_run\n"
@@ -156,12 +245,44 @@ def test_benchmark_longtail_runs(tmp_path):
 
     forked(longtail, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    ranks = [json.loads((tmp_path / "rank_0.json").read_text())]
-    assert len(lines) == len(ranks[0]) == 4
-    row = bench.summary(
-        "static", lines[:2], [ranks[0][:2]], Namespace(steps=2, skip=1, prompts=2, samples=2, sequences=8)
-    )
-    assert row["steps"] == 1 and 1 <= row["mean_length"] <= 8 and row["trained_tokens_per_s"] > 0
+    record = tmp_path / "rank_0.jsonl"
+    ranks = record.read_text().splitlines(keepends=True)
+    assert len(lines) == len(ranks) == 4
+    names = ["static", "partial"]
+    args = Namespace(settings=names, rounds=1, ranks=1, steps=2, skip=1, prompts=2, samples=2, sequences=8)
+    rows = bench.collect(tmp_path, args)
+    for name in names:
+        assert rows[name]["steps"] == 1 and rows[name]["device"] == "cpu"
+        assert 1 <= rows[name]["mean_length"] <= 8 and rows[name]["trained_tokens_per_s"] > 0
+    record.write_text("".join(ranks[:3]) + ranks[3][:20])  # killed while it wrote the last step
+    assert list(bench.collect(tmp_path, args)) == ["static"]
+    record.write_text(ranks[0])
+    assert bench.collect(tmp_path, args) == {}
+
+
+def test_benchmark_longtail_reports_a_run_that_is_stopped(monkeypatch, tmp_path):
+    """A stop by the limit and one by a signal leave the settings that have counted steps, in the file too."""
+    from benchmarks import longtail as bench
+
+    sleeper = [sys.executable, "-c", "import time; time.sleep(100)"]
+    assert bench.waited(subprocess.Popen(sleeper), 0.2) == "stopped after 0.2 s"
+    process = subprocess.Popen(sleeper)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    before = signal.signal(signal.SIGALRM, lambda *args: signal.default_int_handler(*args))
+    try:
+        assert bench.waited(process, 0.0) == "stopped by a signal" and process.poll() is not None
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert bench.waited(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]), 0.0) == "exit code 3"
+    row = dict(step_s=1.0, step_mean_s=1.0, rollout_s=0.5, rollout_mean_s=0.5, update_s=0.1, trained_tokens_per_s=9.0)
+    row |= dict(mean_length=5.0, stale_share=0.0, dropped_share=0.0, engine_steps=9.0, device="cpu")
+    row |= dict(engine_step_ms_few=1.0, engine_step_ms_full=2.0, polls=[(1, 0.1), (2, 0.2)])
+    monkeypatch.setattr(bench, "measure", lambda args: ({"static": row}, "stopped after 9 s"))
+    monkeypatch.setattr(sys, "argv", ["longtail.py", "--quick", "--engine", "hf", "--json", f"{tmp_path}/out.json"])
+    with pytest.raises(SystemExit, match="stopped after 9 s: no counted steps of queue, oversample, partial"):
+        bench.main()
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["about"]["ended_early"] == "stopped after 9 s" and told["settings"]["static"]["step_s"] == 1.0
 
 
 def vs_trl(folder: str):
@@ -273,7 +394,7 @@ def shared_prompt():
     from benchmarks import shared_prompt as bench
 
     with tempfile.TemporaryDirectory() as folder:
-        hf = bench.build_model(bench.random_llama(Path(folder)), "float32", False, bench.attention.register())
+        hf = bench.build_model(bench.random_model(Path(folder), "cpu"), "float32", False, bench.attention.register())
     return bench.measure(hf, 2, 8, 4, 1, torch.device("cpu"))
 
 

@@ -207,7 +207,7 @@ def test_kernel_bench_leaves_the_shapes_it_has_done(bench, name, monkeypatch, tm
         module.main()
     got = json.loads(path.read_text())
     assert {tuple(row["shape"]) for row in got["rows"]} == {tuple(map(int, shapes[0].split(",")))}
-    assert got["versions"]["torch"] and "left_out" in got and os.listdir(tmp_path) == ["out.json"]
+    assert got["about"]["versions"]["torch"] and "left_out" in got["about"] and os.listdir(tmp_path) == ["out.json"]
 
 
 def test_kernel_bench_gpu_script_asks_for_plots():
