@@ -120,7 +120,6 @@ def ours(job: Job, folder: Path) -> None:
     from spmdrl.preference import JOB
 
     more = {
-        "policy.reshard_after_forward": "false",
         "data.rows_per_step": job.pairs,
         "data.max_tokens": job.length // 2,
         "preference.beta": BETA,

@@ -19,6 +19,7 @@ OF_MEGATRON = {
 OF_FSDP = {
     "parallel.sp": "needs --policy.backend fsdp; in megatron --parallel.cp divides sequences",
     "policy.liger": "needs --policy.backend fsdp; Megatron has other kernels",
+    "policy.gather": "needs --policy.backend fsdp; leave it out",
     "policy.reduce_gradients": "needs --policy.backend fsdp; Megatron holds the gradients of all parameters of a rank, "
     "take last",
     "policy.attention": "needs --policy.backend fsdp; leave it out",
@@ -30,6 +31,19 @@ NO_DTYPE = {
     "float16": "only the fsdp backend has a loss scale; take bfloat16",
 }
 """Number type of the model that Megatron does not support -> advice."""
+
+GATHERED = {"whole": 2 << 30, "once": 8 << 30}
+"""Way to gather weights (`PolicyConfig.gather`) -> bytes of the largest model for which `auto` chooses it."""
+
+
+def way_to_gather(choice: str, size: int) -> str:
+    """Return how FSDP gathers a model: `whole`, `once` or `layers`.
+
+    choice: the value of `--policy.gather`. size: bytes of all of the model's parameters, in the type of the forward.
+    """
+    if choice != "auto":
+        return choice
+    return next((way for way, most in GATHERED.items() if size <= most), "layers")
 
 
 def axis_product(config: Config) -> int:

@@ -189,9 +189,12 @@ class PolicyConfig:
     mtp: Literal["skip", "keep"] = setting("skip", free=Free.KEPT)
     """Multi-token-prediction heads of the starting checkpoint, which are never trained: `skip` leaves them out of saved
     models, `keep` copies them unchanged."""
-    reshard_after_forward: bool = setting(True, free=Free.COMPUTED)
-    """Free gathered parameters between forward and backward, which saves memory and costs one more all-gather. Models
-    of up to 64 MiB are always gathered completely, once for both passes."""
+    gather: Literal["auto", "whole", "once", "layers"] = setting("auto", free=Free.COMPUTED)
+    """FSDP: how often a rank gathers weights that are divided over the ranks. `layers`: a layer before its forward and
+    again before its backward; it is freed after both, which needs the least memory. `once`: a layer before its first
+    forward; it stays until the last micro-batch of an update, or of a pass without gradients. `whole`: like `once`, but
+    all layers together, which takes the least time in small models. `auto`: `whole` for models of up to 2 GiB in the
+    type of the forward, `once` for up to 8 GiB, else `layers`."""
     reduce_gradients: Literal["last", "each"] = setting("last", free=Free.COMPUTED)
     """FSDP: when gradients are summed over the ranks. `last`: after the last micro-batch of an update; until then each
     rank holds gradients of the complete model (4 bytes a parameter). `each`: after each micro-batch; a rank then holds

@@ -1,7 +1,9 @@
 """Suggests flags that would free memory after an allocation on the device failed."""
 
+from spmdrl.config.backends import way_to_gather
 from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
+from spmdrl.hub.build import DTYPES
 from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.storage import moves
 from spmdrl.spmd.world import World
@@ -59,8 +61,9 @@ def three_flags(
         sharded = len(world.roles.trainers) > cfg.parallel.dp_replicate
         if cfg.policy.backend == "fsdp" and cfg.policy.reduce_gradients == "last" and sharded:
             options.append((training / 3, "--policy.reduce-gradients each"))
-        if not cfg.policy.reshard_after_forward:
-            options.append((learns / 4, "--policy.reshard-after-forward true"))
+        whole = _forward_bytes(cfg, world, held.get("policy parameters", 0))
+        if cfg.policy.backend == "fsdp" and way_to_gather(cfg.policy.gather, whole) != "layers":
+            options.append((whole, "--policy.gather layers"))
     # Flags whose gain cannot be computed from the table come last, in this order.
     options.append((0, f"more ranks for --parallel.dp-shard than {len(world.roles.trainers)}"))
     options.append((0, f"--rollout.push-bucket-mib below {cfg.rollout.push_bucket_mib}"))
@@ -68,3 +71,9 @@ def three_flags(
         options.append((0, "--model.dtype bfloat16"))
     options.append((0, f"--rollout.max-sequences below {cfg.rollout.max_sequences}"))
     return [flag for _, flag in sorted(options, key=lambda option: -option[0])[:3]]
+
+
+def _forward_bytes(cfg: Config, world: World, shard: int) -> int:
+    """Return the bytes of the whole policy in the type of the forward. shard: bytes of this rank's master weights."""
+    width = DTYPES[cfg.model.dtype].itemsize
+    return shard * (len(world.roles.trainers) // cfg.parallel.dp_replicate) * width // max(width, 4)

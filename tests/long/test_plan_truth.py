@@ -16,7 +16,7 @@ FSDP = {
         "prompts run once": ("dense", {"policy": {"share_prompts": True, "max_tokens_per_microbatch": 128}}),
         "logp of whole micro-batches, gathered once": (
             "dense",
-            {"policy": {"chunked_loss": False, "reshard_after_forward": False}},
+            {"policy": {"chunked_loss": False, "gather": "once"}},
         ),
         "adapters added in, in bfloat16": ("dense", {"lora": {"rank": 4, "push": "merged"}, "model": BF16}),
         "adapters of odd rank": ("dense", {"lora": {"rank": 3, "push": "merged"}}),

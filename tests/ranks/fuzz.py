@@ -158,7 +158,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "optimizer.eps": (("1e-4",), {}),
     "policy.max_tokens_per_microbatch": (("40", "70"), {}),
     "policy.activation_checkpointing": (("full",), {}),
-    "policy.reshard_after_forward": (("false",), {}),
+    "policy.gather": (("once", "layers"), {}),
     "policy.reduce_gradients": (("each",), {}),
     "policy.attention": (("padded", "eager"), {}),
     "policy.chunked_loss": (("false",), {}),

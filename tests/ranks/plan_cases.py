@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
 
 from spmdrl.checkpoint.store import saved_models
+from spmdrl.config import backends
 from spmdrl.config.placement import trainers
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
@@ -86,11 +87,9 @@ def plain_products() -> None:
 
 
 @contextmanager
-def sharded_by_layer(cfg: Config):
-    """FSDP gathers layer by layer, as it does models larger than these."""
-    from spmdrl.policy.fsdp import sharding
-
-    with patch.dict(sharding.GATHERED_WHOLE, cpu=0):
+def sharded_by_layer():
+    """By `auto`, FSDP gathers layer by layer, as it does models larger than these."""
+    with patch.dict(backends.GATHERED, whole=0, once=0):
         yield
 
 
@@ -228,7 +227,7 @@ def measured(world, cfg: Config) -> dict:
     """Measures a second step of a job on this rank: its optimizers have their state."""
     world, algo = opened(world, cfg)
     paper, watched = RealPaper(), []
-    with paper, followed(paper), sharded_by_layer(cfg), boxes_seen() as boxes:
+    with paper, followed(paper), sharded_by_layer(), boxes_seen() as boxes:
         models = build_models(cfg, world, algo.needs)
         engine = build_engine(cfg, world, {2}) if world.samples else None
         if engine:
@@ -365,7 +364,7 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
     if cfg.policy.backend == "megatron":
         stages = cfg.parallel.pp
         stage = rank // (trainers(cfg, ranks) // stages)
-    with sharded_by_layer(cfg), host_apart(), boxes_seen() as boxes:
+    with sharded_by_layer(), host_apart(), boxes_seen() as boxes:
         made = open_rank(cfg, rank, ranks, "cpu", None)
         live: list[int] = []
         push = made.memory._push

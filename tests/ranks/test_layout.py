@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.data.distribute import assign_updates
@@ -65,22 +66,41 @@ def test_layout_a_step_without_signal_moves_nothing(folders):
 # ── groups of parameters ─────────────────────────────────────────────────────
 
 
-def grouped(world, folder, most):
-    """Makes a step of a model that FSDP gathers as one group if it has at most `most` bytes, else by layer."""
-    from spmdrl.policy.fsdp import sharding as fsdp
+def grouped(world, folder, way):
+    """Makes a pass and an update of a model that FSDP gathers in one way; returns what each gathered, and the weights.
 
-    fsdp.GATHERED_WHOLE = {"cpu": most}
-    cfg = config(model={"path": folder, "dtype": "float64"}, policy={"max_tokens_per_microbatch": 64})
-    policy = build_policy(cfg, world)
-    update_once(cfg, world, policy, None, synthetic_batch())
-    return len(policy.gathering), full_weights(policy)
+    The model has two layers. What is gathered is counted in messages, and divided by the micro-batches of the pass.
+    """
+    counts, wait = [0], FSDPParamGroup.wait_for_unshard
+
+    def counted(self):
+        counts[-1] += self._all_gather_result is not None
+        wait(self)
+
+    FSDPParamGroup.wait_for_unshard = counted
+    policy = {"max_tokens_per_microbatch": 64, "gather": way}
+    cfg = config(model={"path": folder, "dtype": "float32"}, policy=policy)
+    policy, batch = build_policy(cfg, world), from_episodes(synthetic_batch())
+    policy.logprobs(batch, 1.0)
+    assert all(group.is_sharded for module in policy.gathering for group in groups_of(module)), "freed after a pass"
+    counts.append(0)
+    micros = len(policy.microbatches(batch)), update_once(cfg, world, policy, None, synthetic_batch())["microbatches"]
+    assert min(micros) > 1
+    return counts, micros, full_weights(policy)
 
 
-def test_layout_a_gather_for_each_layer_or_one_for_all_is_the_same_step(folders):
+def groups_of(module):
+    return [group for group in [module._get_fsdp_state()._fsdp_param_group] if group]
+
+
+def test_layout_every_way_to_gather_is_the_same_step_and_gathers_as_often_as_it_says(folders):
     for n in (1, 2):
-        layers, one = (run_ranks(grouped, n, folders["policy"], most)[0] for most in (0, 64 << 20))
-        assert (layers[0], one[0]) == (3, 1)  # two layers and the rest
-        assert relative(layers[1], one[1]) < EXACT
+        found = {way: run_ranks(grouped, n, folders["policy"], way)[0] for way in ("whole", "once", "layers")}
+        for way, (counts, (scored, learnt), weights) in found.items():
+            # The two layers, and the rest of the model.
+            expected = {"whole": [1, 1], "once": [3, 3], "layers": [1 + 2 * scored, 1 + 4 * learnt]}
+            assert counts == expected[way], (n, way)
+            assert all(torch.equal(x, found["whole"][2][name]) for name, x in weights.items()), (n, way)
 
 
 # ── gradients between micro-batches ──────────────────────────────────────────
@@ -88,17 +108,14 @@ def test_layout_a_gather_for_each_layer_or_one_for_all_is_the_same_step(folders)
 
 def between(world, folder, how):
     """Makes a step; returns the most gradients that a rank holds where a micro-batch starts, by their kind."""
-    from spmdrl.policy.fsdp import sharding as fsdp
-
-    fsdp.GATHERED_WHOLE = {"cpu": 0}
-    policy = {"max_tokens_per_microbatch": 64, "reduce_gradients": how}
+    policy = {"max_tokens_per_microbatch": 64, "reduce_gradients": how, "gather": "layers"}
     # bfloat16 gradients are accumulated in float32.
     cfg = config(model={"path": folder, "dtype": "bfloat16"}, policy=policy)
     policy = build_policy(cfg, world)
     forward, held = policy._forward, {"whole": 0, "shards": 0}
 
     def counted(*args, **more):
-        groups = [m._get_fsdp_state()._fsdp_param_group for m in policy.gathering]
+        groups = [g for m in policy.gathering for g in groups_of(m)]
         whole = [x for g in groups for p in g.fsdp_params if (x := p.unsharded_accumulated_grad) is not None]
         assert all(x.dtype == torch.float32 for x in whole)
         # Copies of a sharded model keep the sum over one copy's ranks in place of the gradients.

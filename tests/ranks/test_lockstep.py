@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl.policy.fsdp import sharding as fsdp
 from spmdrl.session.transfer import Transfer
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.lockstep import Lockstep, LockstepError
@@ -84,13 +83,12 @@ def test_lockstep_recorder_names_the_line_on_every_rank(how, marks):
 def right_program(world):
     """Runs a step: exchange, queue, FSDP update with a rank that has nothing, gather, agreement on the host."""
     cfg = config(
-        policy={"max_tokens_per_microbatch": 40},
+        # In groups by layer, as a large model is.
+        policy={"max_tokens_per_microbatch": 40, "gather": "layers"},
         algo={"kl_coef": 0.1},
         run={"lockstep_debug": True},
         rollout={"tp": world.rollout_mesh["tp"].size()},
     )
-    # In groups by layer, as a model of more than a few MiB is.
-    fsdp.GATHERED_WHOLE = {"cpu": 0}
     policy, reference = build_policy(cfg, world), build_policy(cfg, world, trainable=False)
     with Lockstep(world.store, timeout=20.0) as recorder:
         # Few enough sequences that some rank runs the stand-in while others run real ones.

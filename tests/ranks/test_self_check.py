@@ -6,7 +6,6 @@ import transformers
 
 from spmdrl.data.batch import Batch
 from spmdrl.policy.attention import packed
-from spmdrl.policy.fsdp import sharding
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.heads import Form
 from spmdrl.policy.mixers import layers, rotary
@@ -188,10 +187,9 @@ def test_each_kind_runs_one_sequence_a_forward_where_its_support_is_switched_off
 
 def step(world, path: str, form: Form, budget: int):
     """Takes an update in one form, with weights that are gathered by layer."""
-    sharding.GATHERED_WHOLE = {"cpu": 0}
     cfg = config(
         model={"path": path, "dtype": "float64"},
-        policy={"max_tokens_per_microbatch": budget, "activation_checkpointing": "full"},
+        policy={"max_tokens_per_microbatch": budget, "activation_checkpointing": "full", "gather": "layers"},
     )
     policy = build_policy(cfg, world)
     policy.run_as(form)
@@ -216,10 +214,9 @@ def test_layout_states_from_trunk_to_branch_are_the_same_step_on_two_ranks(folde
 def on_two(world, paths: dict[str, str]):
     """Settles families on ranks that shard each layer or divide tokens; returns form and line, or the refusal."""
     out = {}
-    sharding.GATHERED_WHOLE = {"cpu": 0}
     for name, path in paths.items():
         try:
-            built, line = checked(world, path, activation_checkpointing="full")
+            built, line = checked(world, path, activation_checkpointing="full", gather="layers")
             out[name] = built.form, line
         except ValueError as error:
             out[name] = "refused", str(error)

@@ -97,7 +97,7 @@ data:
   system: ''
   prefill: "- "
 rollout: {sleep_level: 2}
-policy: {reshard_after_forward: false}
+policy: {gather: once}
 tracking: {trackers: [jsonl]}
 eval:
 """
@@ -110,7 +110,7 @@ eval:
     expected.algo.clip_low, expected.algo.clip_high, expected.algo.dual_clip = None, 0.28, None
     expected.data.template, expected.data.prefill = "--- {prompt}", "- "
     expected.rollout.sleep_level = 2
-    expected.policy.reshard_after_forward = False
+    expected.policy.gather = "once"
     expected.tracking.trackers = ("jsonl",)
     assert config == expected
     assert isinstance(config.run.timeout, float)

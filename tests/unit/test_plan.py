@@ -580,7 +580,7 @@ def test_plan_gradients_are_the_whole_models_until_they_are_reduced(capsys):
     argv = [*SMOL, "--world", "2", "--gpu", "h100", "--policy.max-tokens-per-microbatch", "144", "--json", "-"]
     found = {}
     for how in ("last", "each"):
-        assert main([*argv, "--policy.reduce-gradients", how, "--policy.reshard-after-forward", "true"]) == 0
+        assert main([*argv, "--policy.reduce-gradients", how, "--policy.gather", "layers"]) == 0
         (kind,) = json.loads(capsys.readouterr().out)["kinds"]
         found[how] = kind["device_bytes"]["update"], kind["held_bytes"], kind["sent_bytes"]["update"]
         micros = kind["microbatches"]["update"]

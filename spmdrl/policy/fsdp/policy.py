@@ -38,7 +38,7 @@ from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Piece
 from spmdrl.weights.safetensors import prediction_heads
-from spmdrl.weights.shards import pieces_of
+from spmdrl.weights.shards import local, pieces_of
 from spmdrl_kernels.host import use_host_linear
 
 
@@ -65,7 +65,8 @@ class FsdpPolicy(Learner):
         self.share = cfg.policy.share_prompts and head not in SCORES
         trained = is_adapter if adapt and trainable else (lambda name: trainable)
         # The type is Any, because fully_shard adds methods and replaces parameters by DTensors.
-        self.model: Any = sharded(hf, cfg, self.world, head, self.compute, self.share, trained)
+        self.model: Any
+        self.model, self.gather = sharded(hf, cfg, self.world, head, self.compute, self.share, trained)
         if hf.config.get_text_config()._attn_implementation != packed.NAME:
             self.run_as("apart")
         fill_model(self.model, self.folder, self.world.device, self.new_head, cfg.run.seed, self.blocks)
@@ -141,8 +142,12 @@ class FsdpPolicy(Learner):
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Iterator[tuple]:
-        """Implements `Learner.numbers`."""
-        return (self._forward(micro, temperature, second, function) for micro in micros)
+        """Implements `Learner.numbers`; weights that the pass gathered are freed at its end."""
+        try:
+            for micro in micros:
+                yield self._forward(micro, temperature, second, function)
+        finally:
+            self.reshard()
 
     def output_head(self) -> OutputHead:
         """Implements `Policy.output_head`."""
@@ -175,6 +180,8 @@ class FsdpPolicy(Learner):
             self.model.set_requires_gradient_sync(each or last)
             self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(each or last)
+            # Weights outside of the layers are kept until the last backward in any case.
+            self.model.set_reshard_after_backward(last, recurse=self.gather != "layers")
             token_loss = objective.token_loss(micro, shared, self.world.device) if len(micro) else None
             token_loss = scaled(token_loss, scale)
             first_T, second_T, *chunked = self._forward(micro, objective.temperature, objective.second, token_loss)
@@ -183,28 +190,30 @@ class FsdpPolicy(Learner):
                 result = objective.loss(micro, first_T, second_T, shared)
             (chunked[0] if chunked else result.loss * scale).backward()
             metrics.merge(result.stats)
-        if scale != 1:
+        if scale != 1 and (gradients := self.gradients()):
             # The division cannot underflow, because gradients have the type of master weights.
-            for p in self.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(1 / scale)
+            torch._foreach_mul_(gradients, 1 / scale)
         return metrics
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return this rank's shards of the gradients, without empty ones, in the order of the parameters."""
+        shards = [local(p.grad) for p in self.shards if p.grad is not None]
+        return [shard for shard in shards if shard.numel()]
 
     def gradient_norm(self) -> float:
         """Implements `Learner.gradient_norm`, in float64."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for p in self.model.parameters():
-            if p.grad is not None:
-                total += torch.linalg.vector_norm(p.grad.to_local(), dtype=torch.float64) ** 2
+        total, gradients = torch.zeros((), dtype=torch.float64, device=self.world.device), self.gradients()
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))
+            # The last element of `cumsum` is the sum in the order of the parameters; `sum` has other orders.
+            total = norms.square().cumsum(0)[-1]
         return math.sqrt(all_reduce(total, "sum", self.world.shard_group).item())
 
     def step(self, lr: float, norm: float) -> None:
         """Implements `Learner.step`."""
         largest = self.settings.clip_grad_norm
-        if largest and norm > largest:
-            for p in self.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(largest / (norm + 1e-6))
+        if largest and norm > largest and (gradients := self.gradients()):
+            torch._foreach_mul_(gradients, largest / (norm + 1e-6))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -247,7 +256,7 @@ class FsdpPolicy(Learner):
         }
 
     def reshard(self) -> None:
-        """Implements `Learner.reshard`: after a forward without a backward, FSDP leaves the root module unsharded."""
+        """Implements `Learner.reshard`: after a forward without a backward, FSDP may leave modules unsharded."""
         for module in self.gathering:
             module.reshard()
 

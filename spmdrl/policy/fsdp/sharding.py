@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
+from spmdrl.config.backends import way_to_gather
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.hub.build import decoder_layers, give_memory
 from spmdrl.hub.folder import plain_errors
@@ -24,38 +25,32 @@ from spmdrl.weights.folder import Tensors
 from spmdrl.weights.shards import local, shard_box
 from spmdrl.weights.sources import Sources
 
-GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
-"""Models of up to this many bytes, in the compute type, are gathered as a whole. Gathering them layer by layer would
-save memory, but take too much time. The limit is higher on a CPU, where gathers do not overlap with computation."""
 
+def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, way: str, direct: bool) -> None:
+    """Apply fully_shard over `world.shard_mesh` to the model, and to each decoder layer unless the way is `whole`.
 
-def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """Apply fully_shard over `world.shard_mesh` to the model, and to each decoder layer if the model is large.
-
-    compute: type of the forward. reshard: whether a layer frees its gathered weights after its forward. direct: on
-    gloo, send directly between ranks (`spmd/gloo.py`) instead of around gloo's ring.
+    compute: type of the forward. way: the result of `way_to_gather`. direct: on gloo, send directly between ranks
+    (`spmd/gloo.py`) instead of around gloo's ring.
     """
     # Take the dtype of a trainable parameter if one exists, because under LoRA only adapters have the master dtype.
     mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
     )
-    layers = decoder_layers(model.hf)
-    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE[kind_of(world.device)]:
-        layers = []
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    for layer in decoder_layers(model.hf) if way != "whole" else ():
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=way == "layers")
     # FSDP must not cast the root's inputs: they include the columns of a loss (old_logp, advantages, ...).
     fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
     for further in ("states", "plain", "off"):
         register_fsdp_forward_method(model, further)
     module: Any
     for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
+        # One rank neither divides nor sums gradients. FSDP would divide a copy of them by a factor of 1.
+        if hasattr(module, "set_gradient_divide_factor") and mesh.size() > 1:
             # Gradients must be summed, not averaged, because the loss already includes the global denominators.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if direct and kind_of(world.device) == "cpu" and world.size > 1:
+            if direct and kind_of(world.device) == "cpu":
                 module.set_custom_all_gather(DirectAllGather())
                 module.set_custom_reduce_scatter(DirectReduceScatter())
 
@@ -97,11 +92,12 @@ def sharded(
     compute: torch.dtype,
     share: bool,
     trained: Callable[[str], bool],
-) -> Any:
-    """Return a HF model with its head, sharded; it stays on its device, which may be meta. Collective.
+) -> tuple[Any, str]:
+    """Return a HF model with its head, sharded, and the way to gather it (`way_to_gather`). Collective.
 
-    compute: type of the forward. share: run a prompt once for all its samples. trained: function of a parameter's name
-    that returns True if the parameter trains and False if it is frozen.
+    The model stays on its device, which may be meta. compute: type of the forward. share: run a prompt once for all its
+    samples. trained: function of a parameter's name that returns True if the parameter trains and False if it is
+    frozen.
     """
     kind, sp = cfg.policy.attention, world.sp_group
     model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, sp, share, after=head in SCORES)
@@ -110,9 +106,10 @@ def sharded(
     model.eval()
     for name, p in model.named_parameters():
         p.requires_grad_(trained(name))
+    way = way_to_gather(cfg.policy.gather, sum(p.numel() for p in model.parameters()) * compute.itemsize)
     # The lockstep recorder sees collectives only, so ranks do not use direct sends while it is active.
-    _shard(model, world, compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
-    return model
+    _shard(model, world, compute, way, not cfg.run.lockstep_debug)
+    return model, way
 
 
 # ── weights ──────────────────────────────────────────────────────────────────
