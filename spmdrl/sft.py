@@ -13,7 +13,7 @@ from spmdrl.session.launch import launch
 
 
 def train(run) -> None:
-    """In each step, read rows, compute a frozen model's logp of them if there is one, and take an optimizer step."""
+    """In each step, read rows, compute their logp under a frozen model if there is one, and take an optimizer step."""
     for step in run.steps():
         run.evaluate(step)
         run.sample(step)

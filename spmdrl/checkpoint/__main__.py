@@ -4,8 +4,8 @@
     python -m spmdrl.checkpoint verify RUN      compares all files with their manifests; exit code 1 if any is damaged
     python -m spmdrl.checkpoint diff A [B]      prints settings, versions, state and weights that differ
 
-RUN is a run folder. A and B are checkpoints or run folders; a run folder stands for its newest checkpoint. Without B
-the two newest checkpoints of the run folder A are compared.
+RUN is a run folder; `verify` also takes a single checkpoint. A and B are checkpoints or run folders; a run folder
+stands for its newest checkpoint. Without B the two newest checkpoints of the run folder A are compared.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def diff(a: str, b: str | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return 1 if a checkpoint is damaged, 2 for a folder without checkpoints, else 0."""
+    """Run the command; return 1 if `verify` finds a damaged checkpoint, 2 for an error, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

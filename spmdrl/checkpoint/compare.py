@@ -18,7 +18,7 @@ TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Yield the lines of a report, which show differences as `value in one -> value in other`.
+    """Yield the lines of a report. Differences of settings and state have the form `value in one -> value in other`.
 
     Both checkpoints must be intact.
     """
@@ -60,7 +60,7 @@ def _models(folder: Path) -> set[str]:
 
 
 def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
-    """Yield lines about the tensors of a model that only one checkpoint has, or whose shapes or values differ.
+    """Yield lines about a model's tensors that are in only one checkpoint, or whose shapes or values differ.
 
     Of tensors whose values differ, the TOP ones with the largest absolute difference are listed, the largest first.
     """

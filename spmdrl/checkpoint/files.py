@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 def flushed_hash(path: Path) -> str:
     """Hash a file that was just written, flush it to the disk, and return the hash."""
-    # Hash the written bytes before the flush: after it the file would be read from the disk, which may return others.
+    # The hash is computed before the flush: afterwards the disk would be read, which may return other bytes.
     found = file_hash(path)
     flush(path)
     return found
@@ -76,7 +76,7 @@ def check_free_space(root: Path, needed: int) -> None:
     free = shutil.disk_usage(at).free
     if free < needed:
         raise DiskFullError(
-            f"a checkpoint takes {byte_text(needed)} and {at} has {byte_text(free)} free: free some, lower "
+            f"a checkpoint takes {byte_text(needed)} and {at} has {byte_text(free)} free: free space, lower "
             "--checkpoint.keep or --checkpoint.keep-every, or choose another --run.dir"
         )
 
@@ -97,7 +97,7 @@ def explain_full_disk(root: Path, step: int) -> Iterator[None]:
             free = byte_text(shutil.disk_usage(root).free)
         raise DiskFullError(
             f"checkpoint step_{step} could not be written to {root}: {words or error} ({free} free). Earlier "
-            "checkpoints are as they were. Free some, lower --checkpoint.keep or --checkpoint.keep-every, or choose "
+            "checkpoints are as they were. Free space, lower --checkpoint.keep or --checkpoint.keep-every, or choose "
             "another --run.dir"
         ) from error
 

@@ -41,8 +41,8 @@ def write_manifest(
 ) -> None:
     """Write the manifest, which lists all files of a checkpoint with size and hash.
 
-    step: finished steps. world: number of ranks that wrote it. facts: further entries (layout, config_hash, versions,
-    metric). hashes: path -> hash of all files, if they were hashed and flushed before; None to do this here.
+    step: finished steps. world: number of ranks that wrote the checkpoint. facts: further entries (layout, config_hash,
+    versions, metric). hashes: path -> hash of all files, if they were hashed and flushed before; None to do this here.
     """
     files = {}
     for name, size in contents(folder).items():
@@ -102,7 +102,7 @@ def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]
     """Return the problems of a checkpoint; an empty list if it is intact. Damage is returned and never raised.
 
     A checkpoint is intact if it has exactly the files that the manifest lists, with their sizes and hashes, if the
-    folder's name contains the manifest's step, and if every folder of rank files has one for each rank.
+    folder's name contains the manifest's step, and if every folder of rank files has exactly one for each rank.
 
     hashes: path -> hash of all files, if they were hashed before; None to hash them here.
     """

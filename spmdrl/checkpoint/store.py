@@ -41,7 +41,8 @@ class Content:
     state: dict | None
     """State of the run, JSON-serialisable; only rank 0's value is written."""
     mine: Any = None
-    """This rank's part of the state, as a tree (`checkpoint/treefile.py`); None on all ranks or on none."""
+    """This rank's part of the state, as a tree (`checkpoint/treefile.py`). Either every rank has one, or the value is
+    None on every rank."""
     config: TrainingConfig | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Further entries of the manifest."""

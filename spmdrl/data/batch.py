@@ -122,7 +122,7 @@ class Batch:
 
     @property
     def sampled_per_seq(self) -> torch.Tensor:
-        """int64 [B]: number of tokens of each sequence that the policy sampled."""
+        """int64 [B]: number of sampled tokens of each sequence; the first of the paths that share a token counts it."""
         counts = torch.zeros(len(self), dtype=torch.int64, device=self.device)
         return counts.index_add_(0, self.seq_index, self.sampled.long())
 
@@ -134,12 +134,15 @@ class Batch:
 
     @property
     def generated_per_episode(self) -> torch.Tensor:
-        """int64 [E]: number of sampled and observed tokens after the prompt; tokens that branches share count once."""
+        """int64 [E]: number of tokens after the prompt; tokens that branches share count once.
+
+        In a batch without `seq["made"]` only sampled tokens count, not observed ones.
+        """
         return self.seq["made"][self.firsts] if "made" in self.seq else self.sampled_per_episode
 
     @property
     def n_distinct(self) -> int:
-        """The number of tokens of all episodes; tokens that branches of an episode share count once."""
+        """The number of tokens of all episodes. With `seq["distinct"]`, tokens that branches share count once."""
         return int(self.seq["distinct"][self.firsts].sum()) if "distinct" in self.seq else self.n_tokens
 
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:

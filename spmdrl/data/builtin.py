@@ -1,4 +1,7 @@
-"""Small tasks generated from a fixed seed: they need no download, and training never sees their held-out rows."""
+"""Small tasks generated from a fixed seed: they need no download, and rows that are held out do not occur in training.
+
+The rows of the task `episodes` are an exception: they are all equal.
+"""
 
 import difflib
 import random
@@ -6,7 +9,7 @@ import random
 LETTERS = "abcdefghij"
 REVERSE_EVAL, REVERSE_TRAIN = 512, 4096
 ADDITION_EVAL = {1: 20, 2: 160}
-"""Number of digits -> number of ordered pairs that are held out, of 100 pairs (1 digit) or 8,100 pairs (2 digits)."""
+"""Number of digits -> number of ordered pairs that are held out: 20 of 100 (1 digit), or 160 of 8,100 (2 digits)."""
 ADDITION_TRAIN = 4000
 
 
@@ -19,7 +22,10 @@ def reverse(held_out: bool) -> list[dict]:
 
 
 def reverse_pairs(held_out: bool) -> list[dict]:
-    """Return the rows of `reverse` with a right response and a wrong one, which has two adjacent letters swapped."""
+    """Return rows of `reverse` with a right response and a wrong one, which has two adjacent letters swapped.
+
+    A row of five equal letters is left out, because swapping its letters would not make the response wrong.
+    """
     rng, rows = random.Random("spmdrl pairs"), []
     for row in reverse(held_out):
         right = row["answer"]
@@ -32,10 +38,10 @@ def reverse_pairs(held_out: bool) -> list[dict]:
 
 
 def reverse_steps(held_out: bool) -> list[dict]:
-    """Return the rows of `reverse` with each letter as a labelled step of the response.
+    """Return the rows of `reverse` with a response of five labelled steps, one for each letter.
 
-    In about half of the rows one letter at a random place is replaced by a letter that no prompt contains; this step
-    and all later ones are labelled false.
+    In about half of the rows one letter of the answer is replaced by a letter that no prompt contains; the step of
+    this letter and all later steps are labelled false.
     """
     rng, rows = random.Random("spmdrl steps"), []
     for row in reverse(held_out):
@@ -51,7 +57,7 @@ def addition(digits: int, held_out: bool) -> list[dict]:
     """Return rows for adding two numbers of 1 (0..9) or 2 (10..99) digits.
 
     If a + b is held out, so is b + a. One digit: 80 pairs for training, and 20 pairs held out. Two digits: 4,000 pairs
-    for training, and about 160 pairs held out.
+    for training, and 160 pairs held out.
     """
     low, high = (0, 10) if digits == 1 else (10, 100)
     unordered = [(a, b) for a in range(low, high) for b in range(a, high)]
@@ -70,7 +76,7 @@ def addition(digits: int, held_out: bool) -> list[dict]:
 
 
 def episodes(held_out: bool) -> list[dict]:
-    """Return 512 held-out rows or 4,096 for training, without a prompt, for environments that need only a seed."""
+    """Return equal rows without a prompt, for environments that need only a seed: 512 held out, 4,096 for training."""
     return [{"prompt": "", "answer": ""} for _ in range(REVERSE_EVAL if held_out else REVERSE_TRAIN)]
 
 
@@ -87,7 +93,7 @@ RAW = {"reverse", "reverse-pairs", "reverse-steps"}
 
 
 def nearest(name: str, names) -> str:
-    """Return text for an error message: `did you mean 'x'? ` if a name is close, then the existing names."""
+    """Return text for an error message: `did you mean 'x'? ` if a name is close, then up to 40 of the known names."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")
@@ -95,7 +101,7 @@ def nearest(name: str, names) -> str:
 
 
 def builtin_rows(name: str, held_out: bool) -> list[dict]:
-    """Return the rows of a named task. Raises ValueError, which suggests the nearest name, for an unknown name."""
+    """Return the rows of a named task. Raises ValueError for an unknown name; the message suggests a close one."""
     if name not in BUILTINS:
         raise ValueError(f"unknown task 'builtin:{name}': {nearest(name, BUILTINS)} (--data.train, --data.eval)")
     return BUILTINS[name](held_out)

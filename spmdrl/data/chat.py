@@ -16,7 +16,9 @@ CHATML = (
 
 
 def template_text(value: str) -> str:
-    """Return the jinja text that `--data.chat-template` names: `chatml`, a `.jinja` file, or the text itself.
+    """Return the jinja text for the name `chatml` or the path of a `.jinja` file; return any other value unchanged.
+
+    value: the setting `--data.chat-template`, which may also be a template's text, or a name that the tokenizer knows.
 
     Raises ValueError if the file cannot be read.
     """
@@ -33,7 +35,8 @@ def template_text(value: str) -> str:
 def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str:
     """Return the chat template, chosen among several named ones as transformers does; empty if there is none.
 
-    given: text or name of `--data.chat-template`. tools: True if the dialogue has tools.
+    given: the text of a template, or the name of one of the tokenizer's; empty to use the tokenizer's own.
+    tools: True if the dialogue has tools.
 
     Raises ValueError if all templates have names and none is default, or if `given` is neither a name nor a template.
     """
@@ -58,31 +61,31 @@ def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
     if "{" in given:
         return given
     if isinstance(templates, dict):
-        own = f"the tokenizer names {', '.join(sorted(templates))}"
+        own = f"the tokenizer names {', '.join(sorted(templates))}; give one of these names, "
     else:
-        own = f"the tokenizer has {'one template, without a name' if templates else 'no template'}"
+        own = f"the tokenizer has {'one template, without a name' if templates else 'no template'}; give "
     raise ValueError(
-        f"--data.chat-template {given[:40]!r} is not a chat template: {own}; otherwise give chatml, a .jinja file or "
-        "the text of a template"
+        f"--data.chat-template {given[:40]!r} is not a chat template: {own}chatml, a .jinja file or the text of a "
+        "template"
     )
 
 
 class Today:
-    """The date that chat templates show if they contain the current date."""
+    """The date that a chat template shows as the current date, unless a variable of the template gives another."""
 
     first: date | None = None
     """The day of the run's first start, so that a resume renders the same tokens; None for the day of rendering."""
 
 
 def variables(more: dict[str, Any]) -> dict[str, Any]:
-    """Return the template variables `more`, extended by the function with which templates write the date."""
+    """Return the template variables `more`, with the function by which templates write the date if the date is set."""
     given = more.get(DATE)
     day = date.fromisoformat(given) if isinstance(given, str) else Today.first
     return more | ({DATE: datetime(day.year, day.month, day.day).strftime} if day else {})
 
 
 def as_messages(prompt: str | list[dict]) -> list[dict]:
-    """Return a prompt as chat messages."""
+    """Return a prompt as chat messages: a text becomes one message of the user."""
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
@@ -119,20 +122,20 @@ def encode(
         text = _render(tokenizer, prompt, system, chat_template, tools, more or {}) + prefill
         return list(tokenizer(text, add_special_tokens=False).input_ids), text
 
-    why = "--data.chat is off" if chat == "off" else "the tokenizer has no chat template"
+    why, cure = "the tokenizer has no chat template", "set --data.chat-template (for example chatml)"
+    if chat == "off":
+        why, cure = "--data.chat is off", "set --data.chat to auto"
     if tools or more:
         what = "a row's tools are" if tools else "variables of the template are"
-        raise ValueError(f"{what} given, which only a chat template reads, and {why}: set --data.chat-template")
+        raise ValueError(f"{what} given, which only a chat template reads, and {why}: {cure}")
     if system:
-        raise ValueError(
-            f"--data.system needs a chat template, and {why}: set --data.chat-template, or clear --data.system"
-        )
+        raise ValueError(f"--data.system needs a chat template, and {why}: {cure}, or clear --data.system")
     if isinstance(prompt, list):
         if len(prompt) != 1 or prompt[0]["role"] != "user" or not isinstance(prompt[0]["content"], str):
             roles = ", ".join(str(m["role"]) for m in prompt)
             raise ValueError(
-                f"a prompt of messages ({roles}) needs a chat template, and {why}: set --data.chat-template "
-                "(for example chatml); only a single user message can be used as plain text"
+                f"a prompt of messages ({roles}) needs a chat template, and {why}: {cure}; only a single user "
+                "message can be used as plain text"
             )
         prompt = prompt[0]["content"]
     text = prompt + prefill
@@ -148,7 +151,7 @@ def _check_messages(messages: list[dict]) -> None:
         raise ValueError("the prompt is an empty list of messages")
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"a chat message needs `role` and `content`, this one is {str(message)[:120]}")
+            raise ValueError(f"a chat message needs `role` and `content`; this one is {str(message)[:120]}")
     if messages[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant message: give the start of the reply with --data.prefill")
 

@@ -1,8 +1,9 @@
 """Separates the text of messages from the control tokens that a chat template writes.
 
 A message may contain the text of a control token (`<|im_end|>` in the output of a tool). Before messages are rendered,
-a mark is put into each of these texts after its first character. The rendered text is then tokenized in pieces that end
-at the marks, so the only control tokens in a piece are those that the template writes.
+a mark is put into each of these texts after its first character, except for the texts in WRITTEN in an assistant's
+message. The rendered text is then tokenized in pieces that end at the marks, so the only control tokens in a piece are
+those that the template writes and those of WRITTEN.
 """
 
 import json
@@ -19,9 +20,9 @@ WRITTEN = ("<think>", "</think>")
 
 
 class Controls:
-    """The control tokens of a tokenizer: special tokens, and other added tokens that the template writes.
+    """The control tokens of a tokenizer: special tokens, and other added tokens that occur in the template.
 
-    Added tokens that are neither (runs of spaces, HTML tags) count as text.
+    All other added tokens (HTML tags), and those that are only white space, count as text.
     """
 
     def __init__(self, tokenizer: Any, template: str):
@@ -38,9 +39,12 @@ class Controls:
         self._before = next((str(token) for token in named.values() if not token.rstrip), "")
 
     def marked(self, messages: list[dict], tools: list | None) -> tuple[list[dict], list | None, str]:
-        """Return messages and tools with a mark inside every text that equals a control token, and the mark."""
-        # Almost no message contains a control token. If JSON escapes no character of them, one search in the messages'
-        # JSON is enough.
+        """Return messages and tools with a mark inside every text that equals a control token, and the mark.
+
+        Texts in WRITTEN get no mark in an assistant's message.
+        """
+        # Almost no message contains a control token. If JSON escapes no character of any control token, one
+        # search in the messages' JSON is enough.
         if self._as_in_json and not self.pattern.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
             return messages, tools, MARKS[0]
         texts = list(strings([messages, tools]))

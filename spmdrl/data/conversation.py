@@ -1,12 +1,12 @@
-"""Renders the messages between the turns of a policy as tokens; tokens that the policy sampled are not rendered again.
+"""Renders the messages between the turns of a policy as tokens, which follow the tokens that the policy sampled.
 
 After an assistant's turn the context continues with the text that the chat template puts between the turn and the next
 generation prompt (`turn_tail.py` finds and proves it). This text begins with the control token that ends the turn, and
 is tokenized separately.
 
-Some templates render earlier turns differently once a message follows (Qwen3 and gpt-oss drop their thoughts). With
-history "keep" the context continues as it was sampled. With "branch" the whole prompt is rendered again if the template
-changes earlier text.
+Some templates render earlier turns differently once a message follows (those of Qwen3 and gpt-oss omit the turns'
+thoughts). With history "keep" the context continues as it was sampled, and no sampled token is rendered again. With
+"branch" the whole prompt is rendered again if the template changes earlier text.
 
 Control tokens come only from the template and the policy, never from the text of a message (`controls.py`).
 """
@@ -54,8 +54,8 @@ class Conversation:
         template: jinja text that replaces the tokenizer's template. history: "keep" appends to the context as it was
         sampled; "branch" forks if the template renders earlier messages differently. more: variables of the template.
 
-        Raises ValueError if the history has another value, or if the text that the template puts between two turns
-        cannot be proved; the message names the template.
+        Raises ValueError if the history has another value, or if the template cannot continue a test conversation;
+        the second message names the template. With "keep", the text that it puts between two turns must be proved.
         """
         if history not in ("keep", "branch"):
             raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
@@ -76,7 +76,7 @@ class Conversation:
         self.next([QUESTION], ANSWER, None, [], False, [QUESTION])
 
     def of(self, more: dict[str, Any]) -> "Conversation":
-        """Return the renderer for a row that sets variables of the template. Raises ValueError like `__init__`."""
+        """Return the conversation renderer for a row's template variables `more`. Raises ValueError like `__init__`."""
         if not more:
             return self
         key = json.dumps(more, sort_keys=True, default=str)
@@ -110,7 +110,7 @@ class Conversation:
     def no_tools(self) -> str:
         """A sentence that advises what to do if the template does not show the tools."""
         return (
-            f"{self.name} does not show the tools: choose one that does with --data.chat-template, or set `calls` in "
+            f"{self.name} does not show the tools: choose with --data.chat-template one that does, or set `calls` in "
             "the YAML file of --env to the form in which the policy calls tools without seeing them"
         )
 
@@ -121,8 +121,8 @@ class Conversation:
         prompt shows each of them and that the conversation can continue after a call. hidden: True if the template may
         leave the tools out.
 
-        Raises ValueError if the template refuses the messages, does not show one of them or a tool, or cannot continue
-        after a call.
+        Raises ValueError if there are no messages, if the last one is an assistant's, or if the template refuses the
+        messages, leaves out a tool or a message that is not an assistant's, or cannot continue after a call.
         """
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a conversation must begin with messages, and the last one must not be an assistant's")
@@ -174,10 +174,10 @@ class Conversation:
     def _refused(self, what: str, error: TemplateError | None) -> ValueError:
         helps = "<|im_end|>" in self.tokenizer.get_added_vocab() and self.template != CHATML
         example = " (for example chatml)" if helps else ""
-        branch = ", or the history branch" if self.history == "keep" else ""
+        branch = ", or set the history to branch" if self.history == "keep" else ""
         return ValueError(
-            f"{self.name} cannot {what}: {error}; choose another with --data.chat-template{example}, in which a token "
-            f"of the tokenizer ends the turns{branch}"
+            f"{self.name} cannot {what}: {error}; choose with --data.chat-template one in which a token of the "
+            f"tokenizer ends the turns{example}{branch}"
         )
 
     def _marked(self, messages: list[dict], tools: list | None) -> _Marked:
@@ -185,7 +185,10 @@ class Conversation:
         return _Marked(messages, tools, self.more, mark)
 
     def _check_shown(self, marked: _Marked) -> None:
-        """Raise TemplateError if the template leaves out a message. Each sequence of roles is checked only once."""
+        """Raise TemplateError if the template leaves out a message that is not an assistant's.
+
+        Each sequence of roles and numbers of calls is checked only once.
+        """
         messages, tools = marked.messages, marked.tools
         key = (tuple((m["role"], len(m.get("tool_calls") or [])) for m in messages), bool(tools))
         if key in self._shown:
@@ -198,7 +201,7 @@ class Conversation:
         self._shown.add(key)
 
     def _check_tools(self, marked: _Marked) -> None:
-        """Raise ValueError if the prompt leaves out a tool. Each sequence of roles is checked only once."""
+        """Raise ValueError if the prompt leaves out a tool. Each pair of roles and tool count is checked once."""
         messages, tools = marked.messages, marked.tools or []
         key = (tuple(m["role"] for m in messages), len(tools))
         if key in self._tools_shown:
@@ -229,8 +232,9 @@ class Conversation:
         return None, refusal
 
     def _changed(self, marked: _Marked, turn: int, tail: Tail | None, sampled_text: str | None) -> str | None:
-        """Return the text of the next prompt if the template renders earlier text differently in it; else None.
+        """Return the text of the next prompt if the template renders earlier text differently in it, else None.
 
+        Without a tail, the text is always returned.
         sampled_text: text of the sampled turn without its end. A prompt that shows this text counts as unchanged. A
         prompt that does not show the turn's thought counts as changed.
         """

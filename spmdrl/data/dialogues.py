@@ -39,7 +39,7 @@ ROLES = {
 }
 """Role in a file -> role in a template."""
 TRAINED = ("loss", "weight", "train", "trainable")
-"""Fields of a message that choose whether it is trained: 1 or 0, true or false."""
+"""Fields of a message that choose whether it is trained on: 1 or 0, true or false."""
 FIELDS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS)
 """Further fields of a message that templates read."""
 
@@ -61,7 +61,7 @@ class Example:
 
     dialogue: Dialogue | None = None
     trained: list[bool | None] = field(default_factory=list)
-    """For each message: True or False if the row chooses whether it is trained, else None."""
+    """For each message: True or False if the row chooses whether it is trained on, else None."""
     before: list[dict] = field(default_factory=list)
     """Messages before the prompt, for a template: a system message and earlier exchanges."""
     tools: list | None = None
@@ -69,7 +69,7 @@ class Example:
     """Tools and template variables (`more`) for a prompt and a completion that are both texts."""
     prompt: str = ""
     text: str = ""
-    """Plain text; the prompt is not part of it."""
+    """The plain text, or the completion that follows the prompt; the prompt is not part of it."""
     plain: bool = False
     """True if the text is a transcript, which no template renders unless `--data.chat` is on."""
 
@@ -107,29 +107,29 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     """Return the value of a column; `outer.inner` names a key in a column.
 
     name: the column; if it is empty, the first of the `usual` columns that the row has is returned, or None if it has
-    none. Raises RowError if the row has no column of that name.
+    none. Raises RowError if the row has no column of that name, or no value in it.
     """
     if not name:
         return next((row[each] for each in usual if each in row), None)
     value: Any = row
     for key in [name] if name in row else name.split("."):
         if not isinstance(value, dict) or value.get(key) is None:
-            raise RowError(f"it has no column {name!r}; there are {', '.join(map(str, row))}")
+            raise RowError(f"it has no column {name!r}; its columns are {', '.join(map(str, row)) or 'none'}")
         value = value[key]
     return value
 
 
 def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
-    """Return a prompt and its completion, of which only the completion is trained.
+    """Return the example of a prompt and its completion, of which only the completion is trained on.
 
-    Raises RowError unless both are text or messages.
+    Raises RowError if one is neither text nor messages, or if the completion is empty.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
         before, after = [*earlier(row), *messages_of(first)], messages_of(last)
         example = dialogue_of(row, [*before, *after], columns, system)
-        # The prompt may contain turns of an assistant, but only the completion is trained.
+        # The prompt may contain turns of an assistant, but only the completion is trained on.
         added = len(example.trained) - len(before) - len(after)
         example.trained[: added + len(before)] = [False] * (added + len(before))
         return example
@@ -145,16 +145,16 @@ def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: s
 
 
 def as_dialogue(example: Example, system: str = "") -> Example:
-    """Return a prompt and its completion as a dialogue that a template can render; earlier answers are trained, too."""
+    """Return a prompt and its completion as a dialogue for a template; earlier answers in it are trained on, too."""
     messages = with_system({}, example.before, system)
     messages = [*messages, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
     return Example(Dialogue(messages, example.tools, example.more), [None] * len(messages))
 
 
 def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) -> Example:
-    """Return a dialogue with the tools and variables of its row, and for each message whether it is trained.
+    """Return a dialogue with the tools and variables of its row, and for each message whether it is trained on.
 
-    Raises RowError if a turn is empty, or if the tools are not a list of JSON schemas.
+    Raises RowError if an assistant's turn is empty, or if a field of TRAINED, the tools or the variables are malformed.
     """
     messages = with_system(row, messages, system)
     tools, more = tools_of(row, columns.tools), variables_of(row)
@@ -232,7 +232,7 @@ def _trained(i: int, message: dict) -> bool | None:
         if value not in (0, 1):
             raise RowError(f"message {i} has {key} {value!r}: it must be 0 or 1")
         if value and message["role"] != "assistant":
-            raise RowError(f"message {i} ({message['role']}) has {key} {value}: only an assistant's is trained")
+            raise RowError(f"message {i} ({message['role']}) has {key} {value}: only assistants' are trained on")
     if len(set(map(bool, flags.values()))) > 1:
         raise RowError(f"message {i} has {flags}, which disagree")
     return bool(next(iter(flags.values()))) if flags else None

@@ -10,7 +10,7 @@ from spmdrl.spmd.world import World
 
 
 def balance(batch: Batch, world: World) -> Batch:
-    """Give every data position (`World.holders`) equal work in every optimizer step. Collective over the world.
+    """Give all data positions (`World.holders`) about equal work in every optimizer step. Collective over the world.
 
     Every sequence must be in the batch of exactly one rank. The ranks of a data position return the same share of the
     sequences; ranks without a data position return an empty batch. All paths of an episode go to the same data
@@ -29,7 +29,7 @@ def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     """
     positions, copies = holders.shape
     table = to_table(batch)
-    # Every rank receives all keys, so with these columns among the keys all ranks compute the same plan.
+    # Every rank receives all keys, so if these columns are part of the keys, all ranks compute the same plan.
     shared, bound = "common" in batch.seq, "unit" in batch.seq
     seq = batch.seq | batch.identity
     plan = [seq[name] for name in ("paths", "update", "work", *(["common"] if shared else []))]

@@ -1,9 +1,9 @@
 """An episode, the unit of experience: one sample of one prompt, made by an engine and an environment.
 
 An episode is a list of segments: the prompt, and for each turn the tokens that the policy sampled and those that it
-then observed. A response that was cut short and continued a step later has a segment for each version of the weights.
+then observed. A response that was continued in a later step has a segment for each version of the weights.
 
-The segments form a tree that only grows: each segment follows another, by default the previous one. A turn begins a
+The segments form a tree that only grows: each segment is a root or follows an earlier one. A turn begins a
 branch if the history that the policy sees was rewritten or shortened; tokens that branches have in common are stored
 once. A path leads from a root to a leaf; an episode that never branches has a single path.
 """
@@ -54,7 +54,7 @@ class Episode:
     why: str = ""
     """Reason why the environment left the episode out of training; set only on the rank that ran the environment."""
     baseline: float = 0.0
-    """Reward of the greedy response to the same prompt, if one was sampled."""
+    """Reward of the greedy response to the same prompt, or 0 if none was sampled."""
     given: float | None = None
     """Sum of all rewards from the environment; None without an environment, or before the episode's end."""
     unanswered: str = ""
@@ -175,8 +175,8 @@ class Episode:
         """Append an answer of the environment, which begins a turn.
 
         state: number of the state that the tokens show; None: computed from all tokens of the path. after: index of the
-        segment that the tokens follow, None for the last one; any other segment begins a branch (`cut` returns the
-        segment that ends after a given token). parent: as in `Segment`.
+        segment that the tokens follow, None for the last one, NONE to begin a new root; after any other segment the
+        tokens begin a branch (`cut` returns the segment that ends after a given token). parent: as in `Segment`.
 
         Raises ValueError if there are no tokens, if a token is negative, or if state, after or parent is out of range.
         """
@@ -233,7 +233,7 @@ class Episode:
         """Return the index of the segment of a path that ends after `tokens` tokens; if none does, cut one in two.
 
         The later part keeps the reward. path: None for the current one.
-        Raises ValueError if the path is shorter.
+        Raises ValueError unless `tokens` is at least 1 and at most the length of the path.
         """
         end, path = 0, self.path if path is None else path
         for index in path:
@@ -242,7 +242,7 @@ class Episode:
                 if tokens < end:
                     self._cut(index, tokens - begin)
                 return index
-        raise ValueError(f"a path of {end} tokens can be cut after token 1 to {end}, not after {tokens}")
+        raise ValueError(f"a path of length {end} can be cut after one of its tokens 1 to {end}, not after {tokens}")
 
     def _cut(self, index: int, at: int) -> None:
         """Cut a segment after `at` of its tokens; the segments that followed it then follow the later part."""
@@ -265,7 +265,7 @@ class Episode:
     def add_experts(self, experts: torch.Tensor) -> None:
         """Record the experts, int16 [n, W], of the first n tokens of the current path.
 
-        Experts that are already known are not overwritten.
+        Rows that `experts` already has are not overwritten.
         """
         known = experts[:0] if self.experts is None else self.experts
         rows = self.rows(self.path)[: len(experts)]

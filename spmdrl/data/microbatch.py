@@ -1,4 +1,4 @@
-"""Micro-batches: sequences packed up to a token budget, equal in number on every rank."""
+"""Micro-batches: sequences packed up to a token budget. All ranks run the same number of them."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
     """Split a batch into units: single episodes, or under `share` as many samples of a prompt as fit the budget.
 
     All paths of an episode are in one unit; under `share` their common tokens are computed once. If the batch has the
-    column `seq["unit"]`, adjacent sequences with an equal value are always in one unit, such as a pair with one loss.
+    column `seq["unit"]`, adjacent sequences with an equal value are always in one unit, such as the two of a pair.
     """
     lengths = batch.lengths.tolist()
     if len(batch) < 2 or not (share or "unit" in batch.seq or batch.branches):
@@ -50,7 +50,7 @@ def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two estimates of work in tokens: all work of each sequence, and the part shared by its prompt's samples.
 
     Both are int64 [B]. share: True if shared tokens are computed once; a later path of an episode then counts only the
-    tokens that it adds. If False, the second estimate is 0.
+    tokens that it adds, and its second estimate is 0. If False, the second estimate of all sequences is 0.
     """
     if not share:
         return batch.lengths, torch.zeros_like(batch.lengths)

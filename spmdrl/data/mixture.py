@@ -1,7 +1,8 @@
 """The order in which a job draws prompts and rows, the same on all ranks and after a resume.
 
-The order depends only on the seed and on the number of rows drawn before (law 3). Prompts and the rows of an indexed
-source are permuted anew in every epoch. A stream is cut into blocks, each permuted in memory. With weights, each row
+For given sources, the order depends only on the seed and on the number of rows drawn before (law 3). Prompts and the
+rows of an indexed source are permuted anew in every epoch, unless shuffling is off. A stream is cut into blocks, each
+permuted in memory. With weights, each row
 comes from the source that is furthest behind its share, so that every stretch of rows follows the mixture. Without
 weights, sources are joined end to end and permuted together.
 """
@@ -39,7 +40,8 @@ def drawn_indices(n_prompts: int, first: int, count: int, seed: int, shuffle: bo
     """Return, for the draws `first` .. `first + count - 1` of a run, their positions in the prompt list.
 
     Draws follow the permutations of successive epochs; without `shuffle` they follow the list. If they extend into
-    another epoch, they may contain a position twice. Raises ValueError for an empty list or a negative number.
+    another epoch, they may contain a position twice. Raises ValueError if the list is empty, or `first` or `count` is
+    negative.
     """
     if n_prompts < 1 or count < 0 or first < 0:
         raise ValueError(f"cannot draw {count} of {n_prompts} prompts after {first}")
@@ -51,7 +53,7 @@ def drawn_indices(n_prompts: int, first: int, count: int, seed: int, shuffle: bo
 
 @dataclass
 class Drawn:
-    """One drawn row; it is read only when `read` is called."""
+    """One drawn row. A row of an indexed source is read only when `read` is called."""
 
     where: str
     """Place of the row in its source, for messages."""
@@ -62,7 +64,7 @@ class Drawn:
 
 
 class Permuted:
-    """Rows of indexed sources, joined end to end and permuted anew in every epoch."""
+    """Rows of indexed sources, joined end to end; `shuffle` permutes them anew in every epoch."""
 
     def __init__(self, sources: list[Indexed], seed: int, shuffle: bool = True):
         """shuffle: False to draw the rows in the order of the sources."""
@@ -90,13 +92,13 @@ class Permuted:
 
 
 class Blocks:
-    """Rows of a stream, permuted block by block; after its end the stream is read again from the beginning."""
+    """Rows of a stream; `shuffle` permutes each block of them. After its end the stream is read again."""
 
     def __init__(self, source: Streamed, seed: int, shuffle: bool = True, block: int = BLOCK):
         """shuffle: False to draw the rows in the order of the stream."""
         self.source, self.seed, self.shuffle, self.block = source, seed, shuffle, block
         self.epoch, self.first, self.taken = 0, 0, 0
-        """The epoch, from 0; the number of the block's first row in the stream; how many of its rows were drawn."""
+        """The epoch, from 0; number of the block's first row in the stream; number of rows drawn from the block."""
         self.rows_in_block: list[dict | ValueError] = []
         self.order: list[int] = []
         self.rows: Iterator[dict | ValueError] | None = None
@@ -129,15 +131,14 @@ class Blocks:
         return {"epoch": self.epoch, "first": self.first, "taken": self.taken, "block": self.block}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the position in `state`; read the block again. Raises ValueError if the stream is shorter."""
+        """Continue from the position in `state`; read the block again. Raises ValueError if the stream is too short."""
         self.epoch, self.first, self.block = state["epoch"], state["first"], state["block"]
         self.rows = None
         self._fill()
         self.taken = state["taken"]
         if self.taken > len(self.rows_in_block):
-            raise ValueError(
-                f"{self.source.name} ends early: {self.taken} rows from row {self.first} on were read before"
-            )
+            last = self.first + self.taken - 1
+            raise ValueError(f"{self.source.name} ends early: it had a row {last} before the resume, and lacks it now")
 
 
 def _read(row: dict | ValueError) -> dict:

@@ -47,12 +47,13 @@ def from_episodes(
 
     The optional columns must be the same on every rank.
 
-    part_names: parts of the reward that become columns `part/<name>`, nan for a sample without the part.
+    part_names: parts of the reward that become columns `part/<name>`. A sample without the part gets nan, or 0 if its
+    grading timed out.
     experts_width: width of `token["experts"]`, from `Episode.experts`; 0 to leave this column out.
     turns: add `token["turn"]`, `token["state"]` and `token["parent"]`.
-    turn_rewards: add `token["turn_reward"]`, without which turn rewards are only part of `seq["reward"]`, and two
-    numbers of tokens for each episode: `seq["made"]`, those after the prompt, and `seq["distinct"]`, all of them.
-    Tokens that paths share count once.
+    turn_rewards: add `token["turn_reward"]`, and two token counts of the path's episode: `seq["made"]` counts the
+    tokens after the prompt, `seq["distinct"]` all tokens; tokens that paths share count once. If False, turn rewards
+    are only contained in `seq["reward"]`.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 

@@ -91,7 +91,10 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
     if prompt is None and earlier(row):
         raise RowError("its history needs a prompt to follow it, but no column holds one (--data.prompt-column)")
     if isinstance(given[0], list) != isinstance(given[1], list):
-        raise RowError(f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}")
+        raise RowError(
+            f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}: give both as text, or "
+            "both as messages"
+        )
     if not isinstance(given[0], list | str):
         raise RowError(f"its sides are {kind_of(given[0])}: they must be text or messages")
     if given[0] == given[1]:
@@ -124,7 +127,7 @@ def _whole(given: list) -> bool:
 
 
 def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, system: str) -> dict[int, Example]:
-    """Return both sides as dialogues. The messages that they have in common are the prompt, which is not trained."""
+    """Return both sides as dialogues. The messages at their beginning that are equal are the prompt, not trained on."""
     chosen, rejected = (messages_of(side) for side in given)
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
@@ -139,12 +142,12 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
                 f"its sides answer different prompts: message {common + 1} ({messages[common]['role']}) differs"
             )
     if isinstance(prompt, str) and not any(m["content"] == prompt for m in chosen[:common]):
-        raise RowError(f"its sides do not answer its prompt {prompt[:40]!r}: none of their common messages is it")
+        raise RowError(f"its sides do not answer its prompt {prompt[:40]!r}: no message that they share is it")
     if isinstance(prompt, list) and chosen[: len(before := messages_of(prompt))] != before:
         raise RowError("its sides do not begin with its prompt")
     out = _examples([chosen, rejected], lambda messages: dialogue_of(row, messages, columns, system))
     for i, messages in enumerate((chosen, rejected)):
-        # `dialogue_of` may have added a system message in front, which is not trained either.
+        # `dialogue_of` may have added a system message in front, which is not trained on either.
         before = common + len(out[i].trained) - len(messages)
         out[i].trained[:before] = [False] * before
     return out

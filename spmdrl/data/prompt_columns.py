@@ -1,8 +1,8 @@
 """Puts columns of a row into its prompt: those that a chat template reads, and those that `--data.template` names.
 
 The names that templates read are ordinary words: `documents` may be data for a reward, `history` a patient record. Such
-a column goes into the prompt only if a chat template renders it, its value has the expected form, and no setting names
-it for another use. A column that stays out of the prompt is left to reward functions.
+a column goes into the prompt only if a chat template renders the prompt, the column's value has the expected form, and
+no setting names the column for another use. A column that stays out of the prompt is left to reward functions.
 """
 
 import re
@@ -51,7 +51,7 @@ OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
 
 
 def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool) -> tuple[Row, dict[str, str]]:
-    """Return a row without the columns that stay out of its prompt, and column -> reason why it stays out.
+    """Return a row without the columns that stay out of its prompt, and a dict of column -> reason for staying out.
 
     named: columns that settings name; they are left out without a reason. template: True if a chat template renders the
     prompt. begun: True if an environment begins the episodes.
@@ -78,7 +78,7 @@ def left_lines(left: Iterable[dict[str, str]]) -> tuple[str, ...]:
         counts.update(row.keys())
         reasons |= {name: why for name, why in row.items() if name not in reasons}
     return tuple(
-        f"the column {name!r} stays out of the prompt in {counts[name]} rows, and is left to rewards: {why}"
+        f"the column {name!r} stays out of the prompt and is left to rewards (rows: {counts[name]}): {why}"
         for name, why in reasons.items()
     )
 
@@ -113,7 +113,10 @@ def _fields(text: str) -> list[str]:
 
 
 def with_values(flag: str, text: str, row: dict) -> str:
-    """Put columns into a text in place of `{name}` and `{name[key]}`. Other braces are written as `{{` and `}}`."""
+    """Replace `{name}` and `{name[key]}` in a text by values of the row; the text must write other braces doubled.
+
+    Raises ValueError, which names the flag, if the text is malformed, or if the row lacks a column or key.
+    """
     try:
         for name in _fields(text):
             base = re.split(r"[\[.]", name)[0]

@@ -32,7 +32,7 @@ from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
 from spmdrl.data.sources import Source, read_source
 
 REFUSED = SupervisedDataConfig.max_refused
-"""Largest share of rows that may be left out because tokenizers cannot encode their text; the same as in SFT."""
+"""Largest share of rows that may be left out because tokenizers cannot encode their text; the default of SFT."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Prompt:
     extra: dict
     """verl's extra_info, or the row's other columns (JSON-able)."""
     text: str
-    """The text that the model sees, for logs."""
+    """The text that the model sees, for logs; if an environment begins the episode, the text of the row's prompt."""
     content: str | list = ""
     """The prompt before the chat template: text, or chat messages (JSON-able)."""
     reply: str = ""
@@ -56,7 +56,7 @@ class Prompt:
     chat: bool = False
     """True if a chat template rendered the prompt."""
     tools: list | None = None
-    """JSON schemas from the prompt's row."""
+    """JSON schemas of the tools from the prompt's row."""
     more: dict = field(default_factory=dict)
     """Variables of the chat template from the prompt's row, which override those of the run."""
     opening: list | None = None
@@ -77,7 +77,7 @@ class PromptSet:
     unread: tuple[str, ...] = ()
     """Columns that neither prompts nor reward functions nor environments can read."""
     left: tuple[str, ...] = ()
-    """Sentences about columns that stayed out of prompts though a chat template reads them, and about omitted rows."""
+    """Sentences about columns that stayed out of prompts, tools and variables that are not shown, and omitted rows."""
     place: Callable[[int], str] = str
     """Function that describes the place of the row with a given index, for error messages."""
 
@@ -85,7 +85,7 @@ class PromptSet:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Return a hash of indices, tokens and ground truths, which is equal on ranks that read the same prompts."""
+        """Return a hash of indices, tokens (or else content and extra columns) and ground truths, to compare ranks."""
         return self._digest
 
     @cached_property
@@ -121,8 +121,8 @@ def load_prompts(
     raw = source.raw and not begun
     if raw and data.chat_template:
         raise ValueError(
-            f"--data.chat-template {data.chat_template[:40]!r}: the prompts of {spec} are plain text without a chat, "
-            "so nothing would read it; leave it out"
+            f"--data.chat-template {data.chat_template[:40]!r}: the prompts of {spec} are plain text, which no "
+            "template renders; leave the flag out"
         )
     data = replace(
         data,
@@ -141,8 +141,8 @@ def load_prompts(
     if not prompts:
         shortest = min((len(prompt.tokens) for prompt in found), default=0)
         raise ValueError(
-            f"{spec!r}: every one of {len(source.rows)} prompts is longer than {max_prompt_tokens} tokens (the "
-            f"shortest has {shortest}): raise --rollout.max-prompt-tokens"
+            f"{spec!r}: every prompt is longer than {max_prompt_tokens} tokens (prompts: {len(found)}; the shortest "
+            f"has {shortest}): raise --rollout.max-prompt-tokens"
         )
     over = () if spec.partition(":")[0] in ("builtin", "reasoning-gym") else tuple(reader.over)
     beside, unread = ((), over) if reader.verl else (over, ())
@@ -166,9 +166,9 @@ class _Reader:
                 self.renderer = Renderer(tokenizer, data.chat_template, self.variables)
         inserted = {*column_names(data.template), *column_names(data.prefill)}
         self.named = {data.prompt_column, data.answer_column, "data_source", *inserted}
-        """Names of columns that settings refer to, such as the prompt column."""
+        """Names of columns that settings refer to, such as the prompt column, and `data_source`."""
         self.over: dict[str, None] = {}
-        """Names of columns that have values and are part of no prompt; a dict serves as an ordered set."""
+        """Names of columns with values that neither settings nor prompts use; a dict serves as an ordered set."""
         self.left: list[dict[str, str]] = []
         """For each prompt: column that a template could read -> reason why it stayed out of the prompt."""
         self.refused: list[str] = []
@@ -246,7 +246,7 @@ class _Reader:
 
 def refused_line(refused: list[str]) -> str:
     """Return a sentence about rows that are left out, with the place of the first one; empty if there are none."""
-    return f"rows that are refused and left out: {len(refused)}, the first {refused[0]}" if refused else ""
+    return f"rows that are refused and left out: {len(refused)}; the first is {refused[0]}" if refused else ""
 
 
 def _content(prompt: object) -> str | list:
@@ -264,7 +264,7 @@ def _content(prompt: object) -> str | list:
 def _verl_columns(row: dict) -> tuple[object, object, dict]:
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
-        raise ValueError(f"verl's schema needs reward_model with a ground_truth, this row has {str(reward_model)[:80]}")
+        raise ValueError(f"verl's schema needs reward_model with a ground_truth; this row has {str(reward_model)[:80]}")
     return _column(row, "prompt", "the file"), reward_model["ground_truth"], row.get("extra_info") or {}
 
 

@@ -55,7 +55,8 @@ class Renderer:
         template: jinja text that replaces the tokenizer's template, or the name of one of the tokenizer's templates.
         If it is empty and the tokenizer has no template, ChatML is used. more: default values of template variables.
 
-        Raises TemplateError if the template cannot render a single message of the user.
+        Raises TemplateError if the template cannot render a single message of the user, and ValueError as
+        `chosen_template` does.
         """
         self.tokenizer = tokenizer
         self.template: str = chosen_template(tokenizer, template) or CHATML
@@ -98,7 +99,7 @@ class Renderer:
         """Control tokens between two tool calls of one turn, without the tokens that also end a turn of plain text.
 
         After one of them a model may continue with another call, so it does not end the turn. Empty if the template
-        shows only one call.
+        refuses two calls or shows only one.
         """
         names = [PROBE + letter for letter in "ab"]
         calls = [tool_call(name, {"a": "1" + name}, i) for i, name in enumerate(names)]

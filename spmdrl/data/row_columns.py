@@ -24,7 +24,7 @@ class RowError(ValueError):
 
 
 class Row(dict):
-    """The columns of a row that are not None, and the names of the columns that were read."""
+    """The columns of a row whose values are not None, and the names of the columns that were read."""
 
     def __init__(self, row: dict):
         super().__init__({k: v for k, v in row.items() if v is not None})
@@ -35,7 +35,7 @@ class Row(dict):
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return a column, or the default."""
+        """Return the value of a column, or the default, and record that the column was read."""
         self.read.add(key)
         return super().get(key, default)
 
@@ -67,8 +67,9 @@ def system_of(row: dict) -> list[dict]:
 
 
 def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:
-    """Return messages that begin with a system message: the one they have, the row's, or `system` (`--data.system`).
+    """Return the messages, with a system message in front if they have none: the row's, or `system` (`--data.system`).
 
+    If the row has none and `system` is empty, none is added. Developer messages are treated like system messages.
     Raises RowError if a column gives a system message and the messages begin with a different one.
     """
     own = [m for m in messages[:2] if m["role"] in ("system", "developer")]
@@ -92,7 +93,7 @@ def tools_of(row: dict, column: str = TOOLS) -> list | None:
 
 
 def variables_of(row: dict) -> dict[str, Any]:
-    """Return the variables of the chat template from a row. Raises RowError if they are not an object."""
+    """Return a row's variables of the chat template. Raises RowError if `chat_template_kwargs` is not an object."""
     more = row.get(KWARGS, {}) or {}
     if isinstance(more, str):
         more = json_of(KWARGS, more)
@@ -112,7 +113,7 @@ def kind_of(value: Any) -> str:
 
 
 def json_of(what: str, text: str) -> Any:
-    """Parse a text as JSON. Raises RowError, whose message calls the text `what`."""
+    """Parse a text as JSON. Raises RowError if it is not JSON; the error's message calls the text `what`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:

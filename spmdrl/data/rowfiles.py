@@ -114,9 +114,9 @@ class Gzipped:
     name: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield the rows from number `start` (from 0) on; for a row that cannot be read, yield the ValueError.
+        """Yield all rows from index `start` on, counted from 0. In place of a row that cannot be read, yield an error.
 
-        Raises ValueError if the file ends early.
+        Raises ValueError if the file cannot be opened or ends early.
         """
         number = 0
         try:
@@ -137,7 +137,7 @@ class Hub:
     rest: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield the rows from number `start` on. Raises ValueError if the stream ends early."""
+        """Yield all rows from index `start` on. Raises ValueError if the stream cannot be opened or ends early."""
         import datasets
 
         path, config, split = (*self.rest.split(":"), "", "")[:3]
@@ -176,7 +176,9 @@ def open_rows(spec: str) -> Indexed | Streamed:
         return Gzipped(spec)
     if path.suffix == ".parquet":
         return Parquet(path)
-    raise ValueError(f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): {FORMS}")
+    raise ValueError(
+        f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): a source is {FORMS}"
+    )
 
 
 def without_gaps(value: Any) -> Any:

@@ -28,15 +28,18 @@ correctness needs this part."""
 
 
 def counts_as_right(score: float, parts: dict[str, float]) -> bool:
-    """Return True if an evaluation counts an answer as right: by its part `acc`, or without this part by its score."""
+    """Return True if an evaluation counts an answer as right: by its part `acc`, or without this part by its score.
+
+    An answer whose score is nan never counts as right.
+    """
     return not math.isnan(score) and bool(is_right(parts.get(ACCURACY, score)))
 
 
 def as_score(value: object) -> tuple[float, dict[str, float]]:
-    """Return the score in `value`, which may be nan or infinite, and its finite parts by name.
+    """Return the score that `value` gives, even if it is nan or infinite, and the finite parts by name.
 
     value: a number, a scalar of numpy or torch, or `{"score": number, name: number, ...}`. Entries that are not finite
-    numbers (verl's `pred` texts) are left out. Raises TypeError for another value.
+    numbers (verl's `pred` texts) are left out. Raises TypeError for a value of another form.
     """
     if isinstance(value, dict):
         if "score" not in value:

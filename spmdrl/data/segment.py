@@ -48,7 +48,7 @@ class Segment:
         return torch.full((len(self),), self.sampled)
 
     def rollout_logp(self) -> torch.Tensor:
-        """Return float32 [n]: `logp`, 0 for observed tokens."""
+        """Return float32 [n]: `logp`, or 0 for observed tokens."""
         return torch.zeros(len(self)) if self.logp is None else self.logp
 
     def turn_reward(self) -> torch.Tensor:

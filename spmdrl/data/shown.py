@@ -22,8 +22,9 @@ UNSHOWN = "not shown by the chat template"
 def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "", last: bool = True) -> None:
     """Raise TemplateError if the text of a turn leaves out a part of its message.
 
-    controls: matches control tokens. turn: the rendered text that is trained. before: the text in front of the turn,
-    which may contain the tag `</think>`. last: True for the last turn of a dialogue, which changes the error's advice.
+    controls: matches control tokens. turn: the rendered text that is trained on. before: the text in front of the
+    turn, which may contain the tag `</think>`. last: True for the last turn of a dialogue; the error's advice depends
+    on it.
 
     White space at the ends of a part may be missing, because templates strip it. Each piece of the turn's text counts
     for one part only, so a thought does not count as shown if only the answer repeats it.
@@ -57,7 +58,9 @@ def _refusal(what: str, last: bool) -> str:
         f"{'' if last else ', or --sft.train-on last'})"
     )
     if what == "tool calls":
-        return "the chat template does not show its tool calls completely: use another one with --data.chat-template"
+        return (
+            "the chat template does not show its tool calls completely: use another template with --data.chat-template"
+        )
     if what == "thought":
         return (
             "the chat template drops the thought before </think> in its content: put the thought into "
@@ -130,7 +133,7 @@ def _forms(value: Any) -> list[str]:
 
 
 def unshown(render: Renderer, dialogue: Dialogue) -> list[str]:
-    """Return the names of tools and variables of a dialogue that its template does not show."""
+    """Return `tools` if the template shows no tools of a dialogue, and the names of variables that it does not read."""
     out = [TOOLS] if dialogue.tools and _alike(render, dialogue, [replace(dialogue, tools=None)]) else []
     return out + [name for name in dialogue.more if _unread(render, dialogue, name)]
 

@@ -57,7 +57,7 @@ class Source:
 def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 0) -> Source:
     """Read at most `limit` rows (0: all) of a source in one of the FORMS.
 
-    Raises ValueError, which names the flag to change.
+    Raises ValueError if there is no such source, or if it cannot be read.
     """
     stop = limit or None
     kind, _, rest = spec.partition(":")
@@ -90,7 +90,7 @@ def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
     """Return the numbers of the lines that contain rows, and the rows."""
     opener, number, found = gzip.open if path.suffix == ".gz" else open, 0, []
     try:
-        # Bytes that are not UTF-8 pass through, so that `json_row` can refuse them with the number of their line.
+        # Bytes that are not UTF-8 pass through, so that `json_row` refuses them and the error names their line.
         with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as f:
             full = ((n, line) for n, line in enumerate(f, 1) if line.strip())
             for number, line in itertools.islice(full, stop):
@@ -111,7 +111,7 @@ def json_row(line: bytes) -> dict:
     except (ValueError, RecursionError) as e:  # very long numbers and very deep nesting raise these errors, too
         raise ValueError(f"not JSON ({e})") from None
     if not isinstance(row, dict):
-        raise ValueError(f"a row is a JSON object with columns, this is {line.decode(errors='replace').strip()[:60]!r}")
+        raise ValueError(f"a row is a JSON object with columns; this is {line.decode(errors='replace').strip()[:60]!r}")
     return row
 
 
@@ -211,7 +211,7 @@ def _reasoning_gym(rest: str, limit: int) -> Source:
             config[key] = text
     for key in ("size", "seed"):
         if type(config[key]) is not int or config[key] < 0:
-            raise ValueError(f"'reasoning-gym:{rest}': {key} must be a whole number, not {config[key]!r}")
+            raise ValueError(f"'reasoning-gym:{rest}': {key} must be a whole number of 0 or more, not {config[key]!r}")
     if limit:
         config["size"] = min(config["size"], limit)
     if held_out:

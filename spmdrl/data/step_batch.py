@@ -24,7 +24,7 @@ RESAMPLE = 0x5046
 
 
 class ReplayBuffer:
-    """Policy filtration (PF-PPO): each step learns from episodes of this step and some earlier ones, drawn by reward.
+    """Policy filtration (PF-PPO): each step learns from episodes of this and some earlier steps, drawn by reward.
 
     Each rank stores the episodes that its engine sampled; drawn episodes may come from any rank.
     """
@@ -40,7 +40,8 @@ class ReplayBuffer:
     def mix(self, batch: Batch, seed: int, step: int, peers: Peers) -> Batch:
         """Draw, with replacement, as many episodes as the step sampled. Collective.
 
-        An episode that is drawn twice is in the batch twice. Returns `batch` if it is neither resampled nor replayed.
+        An episode that is drawn twice is in the batch twice. Returns `batch` if the settings ask for neither
+        resampling nor replay.
         """
         if self.cfg.resample == "none" and self.buffer is None:
             return batch
@@ -98,10 +99,10 @@ def make_batch(
 ) -> Batch:
     """Pack this rank's episodes, if it has any, and assign the sequences to optimizer steps. Collective.
 
-    step: counted from 0. replay: draws the episodes to train on from the batch. turns: True if the advantage
-    compares turns. skips_equal: True if prompts whose samples have equal rewards are skipped. experts_width: as in
-    `from_episodes`. share_prompts: True if tokens that samples of a prompt share are computed once. model_parts: names
-    of the reward parts that a reward model will add.
+    step: counted from 0. replay: draws the episodes to train on from this batch and earlier ones.
+    turns: True if the advantage compares turns. skips_equal: True if prompts whose samples have equal rewards are
+    skipped. experts_width: as in `from_episodes`. share_prompts: True if tokens that samples of a prompt share are
+    computed once. model_parts: names of the reward parts that a reward model will add.
     """
     # A rank without samples does not know the names of reward parts, but all ranks need the same columns.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
@@ -128,6 +129,7 @@ def make_batch(
 def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
     """Raise ValueError if a sample lacks a reward part that training uses, because a missing part does not count as 0.
 
+    A part that is missing because its grading timed out does count as 0 (`from_episodes`).
     later: parts that a reward model adds afterwards, for every sample.
     """
     given = [name.removeprefix("part/") for name in batch.seq if name.startswith("part/")]
@@ -138,14 +140,14 @@ def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None
     for flag, part in used:
         if part == SCORE or part in later:
             continue
-        missing = f"{flag} {part}: the reward does not give it"
+        missing = f"{flag} {part}: the reward does not give this part"
         if part not in given:
-            raise ValueError(f"{missing}; it gives {', '.join([*given, *later]) or 'none'}")
+            raise ValueError(f"{missing}; its parts: {', '.join([*given, *later]) or 'none'}")
         lacking = torch.nonzero(batch.seq[f"part/{part}"].isnan()).flatten()
         if len(lacking):
             row = int(lacking[0])
             prompt, sample = int(batch.seq["prompt"][row]), int(batch.seq["sample"][row])
             raise ValueError(
-                f"{missing} for prompt {prompt}, sample {sample}, but does for others: let the function return it, a "
-                "finite number, for every sample, or use other parts (--algo.part-weights, --safety.cost)"
+                f"{missing} for prompt {prompt}, sample {sample}, but does for others: let the reward function return "
+                "it for every sample, as a finite number, or use other parts (--algo.part-weights, --safety.cost)"
             )

@@ -1,8 +1,9 @@
 """Steps of a response: their ends in text and tokens, and rows of labelled steps for process reward models.
 
 A row has a prompt; `completions`, a list with the text of each step of one response; and `labels`, a list with a number
-in [0, 1] for each step. A label is true or false, or an estimate of how often answers that begin with these steps are
-right (https://arxiv.org/abs/2312.08935). A step whose label is null is not trained. TRL's rows have this form.
+in [0, 1] for each step. A label is true or false, or an estimate of how often answers that begin with the steps up to
+this one are right (https://arxiv.org/abs/2312.08935). A step whose label is null is not trained on. TRL's rows have
+this form.
 """
 
 from bisect import bisect_left
@@ -15,7 +16,7 @@ from spmdrl.data.dialogues import PROMPTS, Columns, Example, column_of, pair_of
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 MARK = "\ufffd"
-"""The character that decoders return for bytes that are not a character."""
+"""The character that decoders return for bytes that do not form a character."""
 
 
 def step_ends(text: str, separator: str) -> list[int]:
@@ -105,11 +106,11 @@ class LabelledSteps:
     text: str
     """The response: its steps, joined by the separator."""
     labels: list[float | None]
-    """The label of each step; None for a step that is not trained."""
+    """The label of each step; None for a step that is not trained on."""
 
 
 def has_steps(row: dict, columns: StepColumns) -> bool:
-    """Return True if a row has the columns of steps with labels."""
+    """Return True if a row has the columns of the steps and of their labels."""
     return row.get(columns.steps) is not None and row.get(columns.labels) is not None
 
 
@@ -151,14 +152,14 @@ def _labels(found: Any, columns: StepColumns, steps: int) -> list[float | None]:
         raise RowError(f"its {columns.labels} are {kind_of(found)}: they must be a list with a label for each step")
     if len(found) != steps:
         raise RowError(
-            f"it has {steps} steps ({columns.steps}) and {len(found)} labels ({columns.labels}): give each step a "
-            "label, or null if it is not trained"
+            f"it has not as many labels ({columns.labels}: {len(found)}) as steps ({columns.steps}: {steps}): give "
+            "each step a label, or null if it is not trained on"
         )
     for i, label in enumerate(found, 1):
         if label is not None and not (isinstance(label, int | float) and 0 <= label <= 1):
             raise RowError(
                 f"label {i} of its {columns.labels} is {kind_of(label)}: it must be true or false, a number in [0, 1], "
-                "or null for a step that is not trained"
+                "or null for a step that is not trained on"
             )
     return [None if label is None else float(label) for label in found]
 
@@ -177,9 +178,9 @@ def _joined(steps: list[str], separator: str) -> str:
         not begin < end <= bound for begin, end, bound in zip(begins, ends, bounds, strict=True)
     ):
         holds = next((i for i, step in enumerate(steps, 1) if len(step_ends(step, separator)) > 1), 0)
-        which = f"step {holds} contains it" if holds else "a step begins or ends with a part of it"
+        which = f"step {holds} contains the separator" if holds else "a step begins or ends with a part of it"
         raise RowError(
-            f"the separator of steps {separator!r} makes {len(ends)} steps of its {len(steps)}, because {which}: "
-            "choose another one (--reward-model.separator), or divide the step and its label"
+            f"its response, divided at the separator {separator!r}, has other steps than the row ({len(ends)}, not "
+            f"{len(steps)}), because {which}: choose another separator (--reward-model.separator), or divide the step"
         )
     return text

@@ -18,7 +18,7 @@ ANSWER = {"role": "assistant", "content": "9w" + PROBE}
 def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
     """Return the jinja text of the template by which a job renders dialogues; empty if it renders none.
 
-    Raises ValueError if `--data.chat-template` names a file that cannot be read.
+    Raises ValueError if `--data.chat-template` is no template, or names a file that cannot be read.
     """
     found = chosen_template(tokenizer, template_text(cfg.data.chat_template))
     if getattr(cfg, "env", ""):

@@ -1,7 +1,8 @@
-"""Turns the sequences of a dialogue, or plain text, into tokens with a loss mask.
+"""Tokenizes the sequences of a dialogue, or plain text, and marks the trained tokens with a loss mask.
 
-The text of a sequence is tokenized as a whole. If a token would lie across the beginning or the end of a turn, the text
-is cut at these borders and each piece is tokenized by itself. A turn then begins with a new token, as when a model
+The text of a sequence is tokenized as a whole. If a token other than a control token would lie across the beginning or
+the end of a turn, or if the tokenizer does not tell where tokens lie, the text is cut at these borders and each piece
+is tokenized by itself. A turn then begins with a new token, as when a model
 generates it. The tokens of all pieces together must decode to the same text.
 """
 
@@ -40,8 +41,8 @@ class Masked:
 def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
     """Tokenize a rendered text, without adding tokens to it.
 
-    trained: ranges of characters to train, ascending. Raises TemplateError if the text must be cut into pieces at the
-    borders of ranges, and the tokens of these pieces decode to another text.
+    trained: ranges of characters to train on, ascending. Raises TemplateError if the text must be cut into pieces at
+    the borders of ranges, and the tokens of these pieces decode to another text.
     """
     offsets = None
     if tokenizer.is_fast:

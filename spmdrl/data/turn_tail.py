@@ -2,9 +2,9 @@
 
 The dialogue is rendered twice with the answers that follow the turn, and twice without them. Stand-ins that differ
 between the two renderings replace all texts of assistants, so the end that both share does not depend on the
-assistant's words. The control token that ends the turn is the last one that occurs both with and without the answers. A
-rendering with other answers proves that the text up to this token is independent of the answers, and that each answer
-is shown.
+assistant's words. The control token that ends the turn is the last one that occurs both with and without the answers;
+`end_of_turn` names the exceptions. A rendering with other answers proves that the text up to this token is independent
+of the answers, and that each answer is shown.
 """
 
 import re
@@ -42,8 +42,9 @@ class Tail:
 def linked(messages: list[dict]) -> list[dict]:
     """Return the messages with the names and ids that templates need in tool calls and in the answers to them.
 
-    An answer without a name or `tool_call_id` gets those of the call in the same place. A call without an id gets an id
-    of nine letters and digits, and a call without arguments gets an empty object.
+    An answer gets the name or `tool_call_id` that it lacks from its call: the call with its id, or else the first call
+    that is not answered yet. A call without an id gets one of nine letters and digits, and a call without arguments
+    gets an empty object.
     """
     out: list[dict] = []
     waiting: list[dict] = []

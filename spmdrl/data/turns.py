@@ -16,11 +16,12 @@ messages before the turn with the generation prompt, and E the rendering of the 
 A turn ends with the last control token before any text that depends on the next message. If a template does not end
 turns, the turn ends with the control token that begins the next message (`turn_end.py`).
 
-A trained turn must be shown completely (`shown.py`): a model would learn to omit a thought that the template drops.
+A trained turn must be shown completely (`shown.py`), because a model would learn to omit a thought that the template
+drops.
 
 Turns of one dialogue share a sequence only if the sequence begins with the context and the text of each turn. With a
-template that rewrites earlier turns (Qwen3 drops their thoughts), each turn gets a separate sequence. So every token is
-trained in exactly the context in which it would be generated.
+template that rewrites earlier turns (that of Qwen3 omits their thoughts), each turn gets a separate sequence. So every
+token is trained in exactly the context in which it would be generated.
 
 A template may mark the text that an assistant generates (`{% generation %}`). Its marks are trusted, but a trained turn
 must be shown completely between them. If the rendering of the whole dialogue leaves out a part of a turn, this turn
@@ -58,7 +59,7 @@ class Turn:
 
 @dataclass
 class Sequence:
-    """A text for training, and the turns in it that are trained."""
+    """A text for training, and the assistant's turns in it, whether they are trained on or not."""
 
     text: str
     turns: list[Turn]
@@ -281,8 +282,8 @@ def _marked_sequence(render: Renderer, dialogue: Dialogue) -> Sequence:
     turns = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
     if len(parts) != len(turns):
         raise RowError(
-            f"the chat template marks {len(parts)} parts as generated, and the dialogue has {len(turns)} turns of "
-            "an assistant: correct the template, or use one without marks (--data.chat-template)"
+            "the chat template does not mark one part as generated for each turn of an assistant (parts: "
+            f"{len(parts)}, turns: {len(turns)}): correct the template, or use one without marks (--data.chat-template)"
         )
     controls = {m.end() for m in render.controls.finditer(text)}
     ended = [(i, start, start + len(text[start:end].rstrip())) for i, (start, end) in zip(turns, parts, strict=True)]

@@ -2,8 +2,8 @@
 
 First the environment opens the conversation. Then each response is parsed (`env/calls.py`) and sent to the environment
 (`env/pool.py`). The environment's answer becomes tokens, and the policy continues after them (`data/conversation.py`).
-At the end the environment scores the conversation. All conversations of an engine run at the same time, so a slow tool
-delays only one episode.
+At the end the environment scores the conversation. All open conversations of an engine run at the same time, so a slow
+tool delays only one episode.
 """
 
 import math
@@ -28,8 +28,8 @@ from spmdrl.spmd.seeds import seed_for
 SEED = 0x454E56
 """Part of the key of environments' seeds; it makes them differ from all other seeds of the run."""
 CHARACTERS = 200
-"""Assumed maximum number of characters in a token. A text with more characters than this times the token limit is
-rejected without tokenizing it."""
+"""Assumed maximum number of characters in a token. A text with more characters than this times the token limit counts
+as too long without being tokenized."""
 
 
 class Agents(Environment):
@@ -46,7 +46,7 @@ class Agents(Environment):
         answer_column: str,
         weight: float,
     ):
-        """Start the workers, and create the environment once to check it.
+        """Start the workers. Unless each row names its own environment, create the environment once to check it.
 
         ends: tokens that end a response. answer_column: key under which the environment's row contains the ground
         truth, in addition to the key `ground_truth`. weight: factor on the environment's rewards

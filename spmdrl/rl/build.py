@@ -199,7 +199,7 @@ def _warnings(cfg: Config) -> Iterator[str]:
         yield "--sandbox.provider none: programs of the model run on this machine without isolation"
     if cfg.run.deterministic and scores_timeouts(cfg.reward):
         yield (
-            f"--run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
+            f"--run.deterministic: a grading that takes more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
             "so rewards depend on the clock; watch reward/timeouts, or take --reward.on-timeout error"
         )
     if cfg.run.deterministic and len(judge_files(cfg.reward)) > len(engine_judges(cfg)):
@@ -219,7 +219,8 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
     if len(set(seen)) > 1:
         odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
         raise ValueError(
-            f"{spec}: ranks {rank_ranges(odd)} read other prompts than rank 0; give every node the same files"
+            f"{spec}: rank 0 read other prompts than rank{'s' if len(odd) > 1 else ''} {rank_ranges(odd)}; give every "
+            "node the same files"
         )
     if prompts.unread:
         session.warn(f"{spec}: {unread_line(prompts.unread)}")

@@ -40,8 +40,10 @@ def compose(cfg: Config) -> Algorithm:
 def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
     """Parse weights such as `("format=1", "answer=2")` to a dict; return None if there are none.
 
+    A name alone has weight 1.
+
     Raises:
-        ValueError: an entry is not of the form name=number.
+        ValueError: an entry has no name, or its weight is not a finite number.
     """
     weights = {}
     for spec in specs:

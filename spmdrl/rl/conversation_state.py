@@ -130,7 +130,7 @@ class ConversationState:
         tokens of the turn. ended: True if the turn's last token is one that ends turns.
 
         Raises:
-            ValueError: the template renders nothing for the answer.
+            ValueError: the template renders nothing for the answer, or cannot continue with it.
         """
         if reply.anew:
             return self.prompt(renderer, hidden), True

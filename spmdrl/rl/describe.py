@@ -26,7 +26,8 @@ Columns = dict[tuple[int, int], dict[str, float]]
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
     """Return the reward model's scores of the samples of all ranks. Collective over the peers.
 
-    The columns are `model`, `model/<label>`, `model/steps`, and `reward`, which includes the model's score.
+    The columns are `model`, `model/<label>`, `model/steps` if responses are scored by steps, and `reward`, which
+    includes the model's score.
     """
     found = {"reward": "reward", "model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
     found |= {"model/steps": "steps"} if "steps" in batch.seq else {}

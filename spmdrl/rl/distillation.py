@@ -54,8 +54,8 @@ class Distillation(PolicyGradient):
         self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
         if unknown := sorted(self.shares_of.keys() - {"", *self.sources.values()}):
             raise ValueError(
-                f"--distill.more-teachers: no row of --data.train has the data_source {', '.join(unknown)}; it has "
-                f"{', '.join(sorted(set(self.sources.values())))}"
+                f"--distill.more-teachers: no row of --data.train has the data_source {', '.join(unknown)}; its rows "
+                f"have {', '.join(sorted(set(self.sources.values())))}"
             )
         if self.cfg.distill.given_per_step:
             for prompt in prompts:

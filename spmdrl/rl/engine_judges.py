@@ -29,7 +29,7 @@ class Voice:
     """Converts the questions for a judge into tokens, and the tokens of its answers into text."""
 
     def __init__(self, file: str, judge: JudgeConfig, cfg: Config, tokenizer: Any):
-        """tokenizer: the policy's, used if the judge's folder has none.
+        """tokenizer: the policy's, used if the judge is the policy or its folder has no tokenizer.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template cannot render a question.

@@ -78,8 +78,8 @@ class EngineModels:
                 odd = [p.name for p in pieces if p.name not in tensors or tensors.shape(p.name) != tuple(p.shape)]
             if odd:
                 raise ValueError(
-                    f"{self.prefixes[name]}: {len(odd)} of the policy's tensors are missing or have another shape "
-                    f"(such as {odd[0]}); {self.advice}"
+                    f"{self.prefixes[name]}: some of the policy's tensors are missing or have another shape (number: "
+                    f"{len(odd)}, the first: {odd[0]}); {self.advice}"
                 )
 
     def load(self, name: str, memory: Memory, role: str) -> int:

@@ -49,9 +49,9 @@ class Observation:
 class Environment:
     """The environment of all episodes of a rank's engine. All ranks of an engine make the same calls.
 
-    Each call of `open` or `answer` leads to one observation, which `poll` returns later. This class ends every episode
-    after the first response. A subclass may override `reply` to return further observations, or override the other
-    methods (`rl/agents.py`).
+    Each call of `answer`, and of `open` for a new episode, leads to one observation, which `poll` returns later. This
+    class ends every episode after the first response. A subclass may override `reply` to return further observations,
+    or override the other methods (`rl/agents.py`).
     """
 
     turn_tokens = 0
@@ -67,8 +67,8 @@ class Environment:
     def reply(self, prompt: Prompt, episode: Episode) -> Observation | None:
         """Return the answer to the episode's last response, or None to end the episode.
 
-        This is called on every rank of an engine, after a response that ended with a stop token. The answer must be the
-        same on all ranks and whenever the episode is run again.
+        This is called on every rank of an engine, after a response with the finish reason `stop`. The answer must
+        be the same on all ranks and whenever the episode is run again.
         """
         return None
 

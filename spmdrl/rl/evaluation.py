@@ -53,7 +53,7 @@ class Evaluation:
     def is_due(self, step: int, force: bool = False) -> bool:
         """Return True if an evaluation is due before a step, counted from 0.
 
-        force: True for an evaluation after the last step, regardless of `--eval.every`.
+        force: True for an evaluation after the last step, which is due unless `--eval.every` is 0.
         """
         every = self.cfg.eval.every
         return self.prompts is not None and bool(every) and (step % every == 0 or force)
@@ -64,7 +64,8 @@ class Evaluation:
         name: name of the evaluation, unique in the run.
 
         Raises:
-            AbandonedError: the evaluation was interrupted. Every rank that samples raises it.
+            AbandonedError: the evaluation was interrupted, and `keep_graded` was not called. Every rank that samples
+                raises it.
         """
         if self.sampler is None:
             return []
@@ -140,13 +141,14 @@ def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str)
 
 
 def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode], int]:
-    """Return the metrics, this rank's episodes, and the number of samples of all ranks.
+    """Return the metrics, this rank's episodes, and the number of completed samples of all ranks.
 
     The metrics are `eval/accuracy` (share of correct samples), `eval/score` (mean reward), `eval/pass@k`, and
-    `eval/turns` with an environment. Collective over the ranks that sample.
+    `eval/turns` with an environment; samples that could not be graded are left out of them. Collective over the ranks
+    that sample.
 
     Raises:
-        AbandonedError: the rollout was interrupted. Every rank that samples raises it.
+        AbandonedError: a rollout without `plan.keeps_graded` was interrupted. Every rank that samples raises it.
     """
     world, cfg = sampler.world, sampler.cfg
     # The rollout gets a separate timer, because its time counts as time of the evaluation.

@@ -211,12 +211,15 @@ def rewards_by_turn(episode: Episode) -> dict[int, float]:
 
 
 def metric_of(episode: Episode, metric: str) -> float:
-    """Return the number that a filter compares: the reward part `metric`, or the reward if `metric` is empty."""
+    """Return the number that a filter compares: the reward part `metric`, or the reward if `metric` is empty.
+
+    Raises ValueError if the episode lacks the part. If its grading timed out, a missing part counts as 0.
+    """
     if not metric:
         return episode.reward
     if metric not in episode.parts and not episode.timed_out:
         raise ValueError(
-            f"--filter.metric {metric}: the reward does not give it for prompt {episode.prompt}, sample "
-            f"{episode.sample}; it gives {', '.join(episode.parts) or 'none'}"
+            f"--filter.metric {metric}: the reward does not give this part for prompt {episode.prompt}, sample "
+            f"{episode.sample}; its parts: {', '.join(episode.parts) or 'none'}"
         )
     return episode.parts.get(metric, 0.0)

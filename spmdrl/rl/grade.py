@@ -52,7 +52,7 @@ class Grading:
         if not self.graders:
             return
         prompt = group.prompt
-        # Reward functions get the text of the response without its end token.
+        # Reward functions get the text of the response without special tokens, such as its end token.
         prefill, mark = divided(prompt.reply)
         item = RewardInput(
             prompt.data_source,

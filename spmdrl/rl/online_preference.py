@@ -65,6 +65,7 @@ class OnlinePreference(PolicyGradient):
         """Return the indices of the samples to learn from: for each prompt the best one, followed by the worst.
 
         The worst is left out if the method learns only from the best. Among equal rewards the first sample is chosen.
+        Prompts that `--preference.gap` or `--preference.least-reward` exclude have none.
         Two samples with the same tokens never form a pair.
         """
         chosen, groups, tokens = self.cfg.preference, {}, batch.token["tokens"].split(batch.lengths.tolist())

@@ -1,6 +1,6 @@
 """Scores responses with a reward model: prepares its input, finds the tokens at which it scores, computes the scores.
 
-Dimensions: n, the positions at which scores are read (ends of steps or of responses); L, the labels.
+Dimensions: n, the positions at which scores are read (ends of steps or of responses); L, the scores at a position.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,8 +30,8 @@ class Scores:
     response_B: torch.Tensor
     """The score that enters the reward."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Label -> the model's scores of the responses for that label, [B]; if steps are scored, the mean over a response's
-    steps."""
+    """Name of one of the scores that the model gives -> this score of each response, [B]; if steps are scored, the mean
+    over a response's steps."""
     steps_B: torch.Tensor | None = None
     """Number of steps of each response; None if responses are not scored by steps."""
     process_T: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class Scores:
 
 @dataclass
 class AtLast:
-    """Reads the score at the last sampled token.
+    """Reads the score at the last sampled token; if the model gives several, their mean.
 
     It is used for a model that no file describes, and when a job is only planned (`spmdrl.plan`).
     """
@@ -91,7 +91,7 @@ class Reading:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the labels, which are parts of the reward."""
+        """Names of the scores that the model gives; each score becomes a part of the reward under its name."""
         return self.labels.names
 
     def of(self, prompts: PromptSet) -> "Reading":

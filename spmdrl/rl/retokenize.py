@@ -82,7 +82,7 @@ class Rewriter:
         """Return the text of a prompt with a reply. The chat template renders a chat, without a generation prompt."""
         content = prompt.content
         if not prompt.chat:
-            # Without a chat, the prompt is plain text or a single message.
+            # Without a chat template, a prompt is plain text or one user message (`data.chat.encode` refuses others).
             return (content if isinstance(content, str) else content[0]["content"]) + reply
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         try:
@@ -151,7 +151,7 @@ class UnreadableError(Exception):
 
 
 def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -> tuple[str, list[int]]:
-    """Return the text of tokens, and the end of each token in it, in characters (or CUT). before: preceding tokens.
+    """Return the text of tokens, and each token's end in that text, in characters (or CUT). before: earlier tokens.
 
     Raises:
         UnreadableError: the text of some tokens depends on other tokens.
@@ -224,7 +224,7 @@ class Pair:
         self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids) | teacher_ends
 
     def align(self, tokens: list[int], prompt: Sequence[int] = ()) -> Aligned:
-        """Encode a response in the teacher's tokens, and find the spans. The end tokens form a span.
+        """Encode a response in the teacher's tokens, and find the spans. End tokens, if there are any, are a span.
 
         Raises:
             UnreadableError: the response contains other control tokens, or text that a tokenizer does not reproduce.

@@ -36,9 +36,9 @@ class Rollout:
         self.observations: list[tuple[Place, Observation]] = []
         """Observations that have arrived but wait for others (`plan.in_order`)."""
         self.ended = 0
-        """Number of groups completed since the last call of `tally.reached`; groups that failed are not counted."""
+        """Number of groups completed since the last call of `tally.reached` that count (`RolloutPlan.counts`)."""
         self.idle = 0.0
-        """Seconds in which the engine had nothing to do while environments worked."""
+        """Seconds in which the engine took no step because the rollout waited for environments."""
         # An engine begins groups only while it has less than an equal share of requests under way. Engines that finish
         # early take further prompts.
         self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
@@ -53,7 +53,7 @@ class Rollout:
 
     @property
     def due(self) -> int:
-        """Number of observations that the environment has not returned yet."""
+        """Number of episodes whose next observation has not been processed yet."""
         return self.phases["opening"] + self.phases["answering"]
 
     def enter(self, episode: Episode, phase: str) -> None:
@@ -63,7 +63,7 @@ class Rollout:
         episode.phase = phase
 
     def run(self, timer: Timer) -> Experience:
-        """Sample until all or enough groups are complete, then wait for the rewards."""
+        """Sample until all or enough groups are complete or the rollout is abandoned, then wait for the rewards."""
         plan = self.plan
         with timer("rollout"):
             while self.admit():
@@ -76,7 +76,8 @@ class Rollout:
         unfinished = [g for g in self.groups.values() if not g.done]
         done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
         if (self.abandoned and not plan.keeps_graded) or not self.grading.finish(done, plan, timer):
-            # `Sampler.rollout` makes the engine's other ranks abandon the rollout too.
+            # Other ranks may not know this yet. Unless `plan.keeps_graded`, `Sampler.rollout` raises AbandonedError on
+            # every rank that samples.
             self.abandoned = True
         if self.abandoned:
             done = [group for group in done if plan.keeps_graded and self.grading.has(group)]

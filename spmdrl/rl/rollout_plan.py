@@ -15,7 +15,7 @@ from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 ASK_EVERY = 16
-"""Number of engine steps after which the ranks of an engine decide together whether to abandon the rollout."""
+"""Every this many polls, the ranks of an engine decide together whether to abandon the rollout."""
 
 
 @dataclass
@@ -109,14 +109,14 @@ class RolloutPlan:
     carried_by: list[int] = field(default_factory=list)
     """Number of carried groups of each engine; empty: no engine has any."""
     turn_tokens: int = 0
-    """Maximum number of tokens of one response; 0: no limit."""
+    """Maximum number of tokens of one response; 0: only the limit on the complete episode applies."""
     in_order: bool = False
     """True if the engine waits for all pending observations before each step and gets requests sorted by (position,
     sample). Timing then affects neither the engine's batches nor the choice of episodes to cut short."""
     keeps_cut: bool = False
     """True if another step continues groups that are cut short."""
     must_end: int = -1
-    """Groups that were begun in this step or earlier are always completed, regardless of `enough`. -1: no such step."""
+    """Groups whose prompts were drawn in this step or earlier are completed regardless of `enough`. -1: no step."""
     may_end: Callable[[], bool] | None = None
     """Function that is called between steps of the engine and of the grading; if it returns True, the rollout is
     abandoned."""
@@ -164,7 +164,7 @@ class RolloutPlan:
     def is_abandoned(self, world: World, polls: int) -> bool:
         """Return True if the rollout is abandoned, equal on all ranks of an engine. Collective over the engine.
 
-        polls: number of engine steps so far.
+        polls: number of calls in this rollout so far.
         """
         if self.may_end is None:
             return False

@@ -103,7 +103,7 @@ class Run(JobRun[Config]):
     def stand_by(self, step: int, batch: Batch) -> Metrics:
         """Do the work of a rank that does not train, while other ranks train. Collective over the ranks of its role.
 
-        The rank samples later steps or runs the frozen models. The metrics of sampling are added later, by `log`.
+        The rank samples responses for later steps or runs the frozen models. `log` adds the metrics of sampling later.
         """
         if self.sampler:
             with suppress(AbandonedError):

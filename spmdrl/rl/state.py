@@ -1,6 +1,6 @@
 """State of a run in addition to its models, for checkpoints: equal on all ranks (RunState) or per rank (RankState).
 
-A rank has groups that were cut short (partial rollouts), experience that was sampled in advance (split placement),
+A rank may have groups that were cut short (partial rollouts), experience that was sampled in advance (split placement),
 steps to be replayed, and random number generators. The run computes the seeds of its random draws from data, so the
 generators matter only for a user's loss or reward that draws from them. A rank saves all this as a tree of plain values
 and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks differs,
@@ -110,21 +110,23 @@ class RankState:
         """
         world, held = self.world, self._kinds()
         if not files:
-            return _lost("it has no files of ranks", [*held, "states of random number generators"])
+            return _lost("the checkpoint has no files of ranks", [*held, "states of random number generators"])
         read = cache(lambda rank: treefile.read(files[rank]))
         layout = read(min(world.rank, len(files) - 1))["layout"]
         if layout["size"] != len(files):
-            raise ValueError(f"{files[0].parent} has files of {len(files)} ranks, but was saved by {layout['size']}")
+            raise ValueError(
+                f"{files[0].parent} holds files of another number of ranks: {len(files)} instead of {layout['size']}"
+            )
         lost = []
         if len(files) == world.size:
             set_generator_states(read(world.rank)["generators"], world.device)
         else:
-            why = f"{len(files)} ranks saved it and this run has {world.size}"
+            why = f"the number of ranks has changed from {len(files)} to {world.size}"
             lost.append(_lost(why, ["states of generators"]))
         before, now = read(min(world.rank, len(files) - 1))["settings"], self._settings()
         changed = [name for name, value in now.items() if before.get(name) != value]
         if changed:
-            return "; ".join([*lost, *([_lost(f"other {', '.join(changed)}", held)] if held else [])])
+            return "; ".join([*lost, *([_lost(f"these differ: {', '.join(changed)}", held)] if held else [])])
         try:
             if self.sampler:
                 self._restore_ahead(read, layout["leaders"], self.sampler)
@@ -195,11 +197,11 @@ class RankState:
 
 
 def _lost(why: str, what: list[str]) -> str:
-    return f"not resumed, as {why}: {', '.join(what)}"
+    return f"not resumed: {', '.join(what)} ({why})"
 
 
 def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
-    """Distribute the state that `before` ranks saved over `count` ranks, so that every item goes to exactly one rank.
+    """Distribute over `count` ranks the state that `before` ranks saved, so that every item goes to exactly one rank.
 
     With the same number of ranks, each rank reads the state that it saved. With fewer ranks, a rank reads the states of
     several; with more ranks, it reads every n-th item of one state.

@@ -21,7 +21,7 @@ from spmdrl.spmd.world import World
 
 
 def room(cfg: DistillationConfig) -> int:
-    """Return the length, in tokens, of the longest sequence that all teachers can read."""
+    """Return the length, in tokens, of the longest sequence that all teachers can read and a micro-batch can hold."""
     trust = cfg.model.trust_remote_code
     paths = [cfg.reference.path, *(each.path for each in cfg.further_teachers().values())]
     return min(*(context_length(resolve(path, trust), trust) for path in paths), cfg.policy.max_tokens_per_microbatch)

@@ -13,7 +13,9 @@ from spmdrl.tracking.metrics import Metrics
 
 
 def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int, peers: Peers) -> Metrics:
-    """Update every model that learns. Collective over the ranks that train.
+    """Update every model that learns, then the reference if that is due. Collective over the ranks that train.
+
+    In the first `--critic.warmup-steps` steps a run with a critic does not update the policy.
 
     step: counted from 0. peers: the data positions, over which losses and metrics are summed.
     """
@@ -47,7 +49,7 @@ def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -
 
 
 def adapt_coefficients(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
-    """Adapt the KL coefficient and the Lagrange multiplier to a step's metrics, which are reduced over ranks."""
+    """Adapt the KL coefficient and the Lagrange multiplier, if the run uses them. values: metrics of all ranks."""
     if cfg.algo.kl_target is not None and "kl/mean" in values:
         algo.state["kl_coef"] = adaptive_coef(
             algo.state["kl_coef"], values["kl/mean"], cfg.algo.kl_target, cfg.algo.kl_horizon, samples

@@ -21,7 +21,7 @@ NEVER = -(1 << 62)
 
 
 def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of a world that contain this rank, keyed by name and ranks."""
+    """Return the groups of a world that contain this rank and others, keyed by name and ranks."""
     groups = [world.group, world.host_group, world.rollout_group, world.training_group, world.role_group]
     groups.append(world.data_group)
     for mesh in (world.mesh, world.shard_mesh, world.rollout_mesh):
@@ -79,7 +79,8 @@ class Agreement:
         """
         counts = {name: collectives_of(group) for name, group in self.groups.items()}
         facts = [value_hash(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]
-        # The maximum of a number gives its largest value on any rank; that of its negative gives the smallest value.
+        # The maximum of a fact over the ranks is its largest value; the maximum of its negative is its smallest value,
+        # negated.
         least = [-fact if fact != NEVER else NEVER for fact in facts]
         row = torch.tensor([int(leave), *facts, *least])
         all_reduce(row, "max", self.own if self.world.size > 1 else None)
@@ -106,8 +107,11 @@ class Agreement:
             for rank, value in enumerate(by_rank):
                 if value:
                     ranks.setdefault(value, []).append(rank)
-            parts = [f"{value}{unit} on rank {rank_ranges(holders)}" for value, holders in ranks.items()]
-            differences.append(f"{what} {', '.join(parts)}")
+            parts = [
+                f"{value}{unit} on rank{'s' if len(holders) > 1 else ''} {rank_ranges(holders)}"
+                for value, holders in ranks.items()
+            ]
+            differences.append(f"{what} {', but '.join(parts)}")
         raise LockstepError(
             f"ranks went different ways in this step: {'; '.join(differences)}. Somewhere a rank decides alone whether "
             "to communicate (law 1): `python -m spmdrl.tools.flight` on the run folder shows the lines, and "

@@ -18,7 +18,7 @@ _BY_ROW = 2 * 0x9E3779B1
 
 
 def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
-    """Return a tensor's bytes as the widest integers that divide them: int64, int32, int16 or uint8 [n].
+    """Return a tensor's bytes as integers [n] of the widest type whose size divides their number: int64 down to uint8.
 
     widest: bytes of the widest integer to use. The width depends on the number of bytes only, not on their address.
     """
@@ -48,7 +48,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the position-weighted sum of a tensor's bytes modulo 2**64: int64 scalar, on the tensor's device.
 
     Words of at most 32 bits are multiplied by odd weights and summed in 64 bits. So a change of a single element, even
-    of its sign bit alone, changes the sum, and so does an exchange of two elements.
+    of its sign bit alone, changes the sum, and so does an exchange of two different elements.
     """
     w = words(tensor, 4)
     whole = w.numel() // _LANES * _LANES

@@ -23,10 +23,12 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count <= local_rank:
-        most = f"start at most {count} processes here (--nproc-per-node {count})" if count else without_gpu()
+        most = f"start no more processes than GPUs here (--nproc-per-node {count}), or"
+        if not count:
+            most = f"{without_gpu() or 'this torch is built without GPU support'}. To train without GPUs,"
         raise ValueError(
             f"--run.device {kind}: local rank {local_rank} has no GPU of its own, torch finds {count} on this machine: "
-            f"{most}, or give --run.device cpu"
+            f"{most} give --run.device cpu"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -47,7 +49,8 @@ def without_gpu() -> str:
 def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
     """Check that this rank's device is of the same kind as rank 0's.
 
-    Raises ValueError if it is not, because a group of both kinds would never finish a collective.
+    Raises ValueError if it is not, because a process group with CPU and GPU ranks would never finish a
+    collective.
     """
     # All ranks share one key, which rank 0 writes and the others wait for.
     if rank == 0:

@@ -18,7 +18,7 @@ from spmdrl.spmd.checksum import digest
 class Table:
     """n items with named ragged columns.
 
-    keys_nK: int64 [n, K], by which items are sorted (all ranks have all keys after an exchange).
+    keys_nK: int64 [n, K], the keys by which `exchange` sorts items.
     lengths: column -> int64 [n]. values: column -> tensor [sum(lengths), ...].
     """
 
@@ -112,7 +112,7 @@ def _text_of(raw: torch.Tensor) -> str:
 
 
 def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Gather one text from every rank, as bytes over a host-side group. Collective.
+    """Gather one text from every rank, as bytes over a host-side group, without white space at its ends. Collective.
 
     A text that several ranks share is sent once, in addition to 16 bytes from each rank.
     """
@@ -122,8 +122,9 @@ def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
 
 
 def broadcast_text(text: str, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> str:
-    """Broadcast the text of the first rank of a group; texts of other ranks are ignored. Collective.
+    """Broadcast the text of the first rank of a group, without white space at its ends. Collective.
 
+    Texts of other ranks are ignored.
     device: device of the group's collectives; a host-side group takes the CPU.
     """
     if group is None or dist.get_world_size(group) == 1:

@@ -26,7 +26,7 @@ class LockstepError(RuntimeError):
 
 
 def call_site() -> str:
-    """Return the innermost frame outside of torch as file:line; after a helper in `spmd/` its callers: `a:1 < b:2`."""
+    """Return the innermost frame outside of torch as file:line; callers follow one in `spmd/`: `a:1 < b:2`."""
     frame, places = sys._getframe(1), []
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")

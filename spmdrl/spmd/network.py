@@ -36,7 +36,7 @@ def choose_interface(
     """Set the variables NAMES, unless they are set, to the interface towards the first node of a multi-node job.
 
     Returns a line for the log; empty on a single node, or if there is no IPv4 route.
-    Raises ValueError if every route leads to this node itself.
+    Raises ValueError if there are routes, but none leads over an interface to another node.
     """
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return ""
@@ -61,5 +61,5 @@ def choose_interface(
         return ""
     raise ValueError(
         f"no network interface leads from {os.uname().nodename} to {first or 'the first node'} (MASTER_ADDR): set "
-        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the one between the nodes (`ip addr` lists them)"
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the nodes (`ip addr` lists them)"
     )

@@ -26,7 +26,7 @@ class PromptQueue:
         self.done = False
 
     def take(self, want: int) -> list[int]:
-        """Return up to `want` positions; an empty list means that nothing is left."""
+        """Return up to `want` positions; an empty list means that nothing is left, or that `want` is 0."""
         if self.done or want <= 0:
             return []
         if self.static:
@@ -47,7 +47,8 @@ class Tally:
     """Counts finished work until there is enough; the result is the same on all ranks of an engine.
 
     Assignment `queue`: all engines share one counter. An engine without finished work reads it only every POLL_EVERY
-    seconds, because a thousand engines share one store. `static`: each engine counts only its work (bit-exact runs).
+    seconds, because a thousand engines share one store. `static`: each engine counts only its own work
+    (bit-exact runs).
     """
 
     def __init__(self, world: World, round_name: str, enough: int, assignment: str):

@@ -46,7 +46,7 @@ def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
 
 
 def roles_of(parallel: ParallelConfig, world_size: int) -> Roles:
-    """Return the roles of all ranks according to the settings. Raises ValueError if a role has no rank."""
+    """Return the roles of all ranks according to the settings. Raises ValueError if no rank trains or samples."""
     everyone = tuple(range(world_size))
     if parallel.placement == "colocated":
         return Roles(everyone, everyone, everyone)
@@ -54,7 +54,8 @@ def roles_of(parallel: ParallelConfig, world_size: int) -> Roles:
     if trainers < 1 or parallel.rollout_ranks < 1:
         raise ValueError(
             f"--parallel.placement split: {parallel.rollout_ranks} of {world_size} ranks sample and "
-            f"{parallel.scoring_ranks} score, which leaves {max(trainers, 0)} to train; every role needs a rank"
+            f"{parallel.scoring_ranks} score, which leaves {max(trainers, 0)} to train; training and sampling need "
+            "a rank each"
         )
     first = world_size - parallel.rollout_ranks
     scorers = everyone[trainers:first] or everyone[:trainers]

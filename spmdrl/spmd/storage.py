@@ -57,7 +57,8 @@ class Parked:
 
         tensors: tensors on another type of device and parked tensors are skipped. device: device of the tensors.
 
-        Raises OSError if the folder for temporary files cannot hold the bytes; the tensors are then unchanged.
+        Raises OSError if the folder for temporary files cannot hold the bytes, and ValueError as `scratch_folder` does;
+        the tensors are then unchanged.
         """
         self.place, self.device = place, device
         storages = storages_of(tensors, device.type)
@@ -107,7 +108,7 @@ class Parked:
 
 
 def give_back(device: torch.device, size: int) -> None:
-    """Make the allocator return `size` bytes that were just freed to the device.
+    """Make the allocator return memory to the device after `size` bytes were freed.
 
     glibc keeps freed blocks (see `environ.keep_freed_memory`): without the trim, 600 MiB in tensors of 1 MiB stay
     resident; trimming them takes 0.03 s. The page faults that follow when the memory is used again take longer, so a

@@ -36,10 +36,11 @@ class World:
     rollout_mesh: DeviceMesh
     """Axes [engine, tp] over the ranks that sample: the engine of a rank, and the rank's position in its engine."""
     shard_mesh: DeviceMesh
-    """Axis over which parameters are sharded (dp_shard and sp flattened), after dp_replicate if that is above one."""
+    """Axis over which parameters are sharded (dp_shard and sp flattened); an axis dp_replicate of size 2 or more
+    precedes it."""
     data_group: dist.ProcessGroup | None = None
     """Ranks over which samples are divided: one for each data position, all at this rank's position on the other axes.
-    The rank in the group is the data position. None if there is a single data position."""
+    A rank's number in the group is its data position. None if there is a single data position."""
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
     """int64 [data positions, copies]: the ranks that hold the samples of each data position."""
     is_twin: bool = False
@@ -113,7 +114,7 @@ class World:
 
     @cached_property
     def engine_tp_rank(self) -> int:
-        """This rank's position inside its engine; rank 0 holds the episodes."""
+        """This rank's position inside its engine; the rank at position 0 holds the episodes."""
         return self.rollout_mesh["tp"].get_local_rank()
 
     @cached_property

@@ -1,4 +1,7 @@
-"""Boxes: parts of named tensors, given as a range in every dimension, as Python objects or as rows of integers."""
+"""Boxes: parts of named tensors, each given by an index range in every dimension.
+
+A box is stored as a Python tuple, or as a row of integers in an array.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -71,7 +74,9 @@ def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.T
 
 
 def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Join boxes of a tensor that overlap or touch into the smallest box around them, until no boxes overlap.
+    """Join boxes of a tensor that overlap, or that touch along one dimension, into the smallest box around them.
+
+    This is repeated until no boxes overlap.
 
     boxes: pairs (tensor number, box).
     """
@@ -132,7 +137,7 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 
 
 def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that sorts rows by tensor and box, and its places where a row differs from the previous row."""
+    """Return the order that sorts rows by tensor and box, and the places in this order at which a new row begins."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     begins = np.ones(len(rows), dtype=bool)

@@ -35,7 +35,7 @@ class Tensors:
     """Reads the tensors of a HF folder, box by box."""
 
     def __init__(self, folder: Path, blocks: tuple[int, int] | None = None):
-        """Open a folder, reading only headers. Raises ValueError if a file is missing or unreadable.
+        """Open a folder: read its index, or the header of its only file. Raises ValueError if that cannot be read.
 
         folder: has safetensors, in one file or with an index. blocks: numbers of rows and columns of the blocks of an
         fp8 weight that share a scale; None if the folder has no fp8 weights.

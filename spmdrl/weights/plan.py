@@ -12,7 +12,7 @@ import numpy as np
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
 SMALL = 4096
-"""A plan caches its buckets if it has at most this number of sent and received regions. They then take a few MiB."""
+"""A plan caches its buckets if it has at most this number of sent and received regions. Such buckets take few MiB."""
 
 Regions = list[tuple[int, Box]]
 """Pairs (number of a piece or tensor, region), in the order in which a message has them."""
@@ -116,13 +116,13 @@ class Routes:
     ):
         """Compute the plan, without communication.
 
-        held: boxes that ranks hold. If several ranks hold the same box, one of them sends it. Different boxes do not
+        held: boxes that ranks hold. If several ranks hold the same box, one of them sends it. Different boxes must not
         overlap. wanted: boxes that ranks need, without overlap within a rank. me: number of this rank. pieces: int64,
         the number of the piece for each box that this rank holds. buckets: int64 [tensors], the number of each tensor's
         bucket, ascending.
 
-        Raises ValueError if no rank holds a part that this rank needs, or if ranks hold that part in different boxes
-        that overlap.
+        Raises ValueError if no rank holds some part of what this rank needs, or if ranks hold a part of it in different
+        boxes that overlap.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0
@@ -151,7 +151,7 @@ class Routes:
         covered = np.bincount(box, sizes(regions), len(want))
         if (lacking := np.flatnonzero(covered < sizes(want))).size:
             ((i, lacks),) = to_boxes(want[lacking[:1]], self.entries)
-            raise ValueError(f"{self.entries[i].name}: no rank holds all of {lacks}")
+            raise ValueError(f"{self.entries[i].name}: the ranks together do not hold all of {lacks}")
         sender = holders.senders(source, me, self.turns[me])
         here = sender == me
         order, _ = runs(regions[here])

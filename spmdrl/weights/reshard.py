@@ -186,11 +186,11 @@ class Reshard:
         if wrong:
             place = list(flight.inbox)[wrong[0]]
             names = list(dict.fromkeys(self.entries[i].name for i, _ in flight.bucket.receive[place]))
-            more = f" and {len(names) - NAMED} more tensors" if len(names) > NAMED else ""
+            more = f" and others ({len(names)} tensors)" if len(names) > NAMED else ""
             raise CorruptWeightsError(
                 f"weights changed on their way to the engine: a message from rank {self.ranks[place]} with "
-                f"{', '.join(names[:NAMED])}{more} ({len(wrong)} of the {len(sent)} messages of this bucket differ); "
-                "the engine then has no valid weights and refuses to sample"
+                f"{', '.join(names[:NAMED])}{more}; differing messages of this bucket: {len(wrong)} of "
+                f"{len(sent)}. The engine now has no valid weights and refuses to sample"
             )
 
     def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
@@ -229,7 +229,10 @@ def _digest_in(message: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_places(entries: list[Entry], itemsize: int, bucket_bytes: int) -> list[int]:
-    """Return the number of each tensor's bucket. A bucket has consecutive tensors, together at most `bucket_bytes`."""
+    """Return the number of each tensor's bucket, which has consecutive tensors.
+
+    Together they have at most `bucket_bytes` bytes; a larger tensor is alone in its bucket.
+    """
     places, bucket, held = [], 0, 0
     for entry in entries:
         nbytes = size(entry.box) * itemsize

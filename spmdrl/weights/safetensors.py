@@ -17,7 +17,7 @@ from spmdrl.weights.shards import local, pieces_of
 from spmdrl.weights.writer import SafetensorsWriter
 
 MASTERS = "masters"
-"""Key of the optimizer state's float32 weights; it has them only if the weights in `model/` have a narrower type."""
+"""Key of the float32 weights in an optimizer's state, which has them only if those in `model/` have a narrower type."""
 
 BUCKET = 256 << 20
 """Maximum number of bytes that rank 0 gathers at a time to write a model; a larger tensor is gathered alone."""

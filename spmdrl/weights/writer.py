@@ -23,7 +23,9 @@ FIRST_HEADER = 8 << 10
 
 
 class SafetensorsWriter:
-    """Writes tensors to HF safetensors files of bounded size and their index; only a rank with a folder writes.
+    """Writes tensors to HF safetensors files of bounded size, with an index if there are several files.
+
+    Only a rank with a folder writes. A tensor above the bound has a file of its own.
 
     A file begins with a header that lists its tensors, and the header may end in spaces
     (https://github.com/huggingface/safetensors#format). Space for the header is reserved at the start of the file, so

@@ -58,7 +58,7 @@ class Listener(Protocol):
 
 
 class Processes(Generic[P]):
-    """A fixed number of processes. A process that ends is replaced by another."""
+    """A fixed number of processes. A process that ends is replaced by another, unless it is retired."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Processes(Generic[P]):
         self.all[place : place + 1] = [] if process.retired else [self._spawn()]
 
     def turn(self, wait: float) -> None:
-        """Handle lines from the processes, wait up to `wait` seconds for the first, and check all deadlines."""
+        """Handle lines from the processes, wait up to `wait` seconds for the first, and check the deadlines."""
         tick()  # tells the watchdog that this rank is alive; the deadlines below end work that hangs
         look = wait > 0 or time.monotonic() >= self._look_at
         if wait > 0:

@@ -64,7 +64,7 @@ def half(score_B, group_B):
     [
         (["--algo.loss", "{}/own.py:nothing"], ["--algo.loss", "own.py defines no nothing"]),
         (["--filter.keep", "{}/own.py:half"], ["own.py:half kept only a part of groups"]),
-        (["--safety.cost", "price"], ["--safety.cost price", "the reward does not give it", "it gives none"]),
+        (["--safety.cost", "price"], ["--safety.cost price", "the reward does not give this part", "its parts: none"]),
         (["--algo.preset", "gdpo", "--algo.part-weights", "form=1"], ["form"]),
         (["--algo.preset", "prime", "--process-reward.path", "no/such/place"], ["no/such/place"]),
         (["--reward.model", "tiny"], ["score.weight"]),

@@ -104,7 +104,7 @@ def test_bad_column_is_named_on_one_of_two_ranks(tmp_path):
         (
             [{"prompt": "a" * 60, "answer": "x"}],
             ["--rollout.max_prompt_tokens", "32"],
-            ["every one of 1 prompts is longer", "--rollout.max-prompt-tokens"],
+            ["every prompt is longer than", "--rollout.max-prompt-tokens"],
         ),
     ],
     ids=["empty dataset", "no such answer column", "all prompts too long"],

@@ -54,13 +54,13 @@ def test_lockstep_agreement_is_quiet_on_a_right_program_and_carries_the_request(
 
 def test_lockstep_agreement_names_a_value_that_differs(tmp_path):
     for said in run_ranks(steps, 3, "value", str(tmp_path)):
-        assert "draws is 4 on rank 0, 2, 5 on rank 1" in said[2], said
+        assert "draws is 4 on ranks 0, 2, but 5 on rank 1" in said[2], said
 
 
 def test_lockstep_agreement_names_the_group_of_a_planted_collective(tmp_path):
     for said in run_ranks(steps, 3, "collective", str(tmp_path)):
         assert said[2].startswith("ranks went different ways in this step: group "), said
-        assert "of ranks 0-2 has run " in said[2] and "on rank 0, " in said[2] and "on rank 1, 2." in said[2], said
+        assert "of ranks 0-2 has run " in said[2] and "on rank 0, but " in said[2] and "on ranks 1, 2." in said[2], said
         assert said[2].count(" collectives on rank") == 2, "one group alone"
 
 

@@ -330,5 +330,5 @@ def test_parity_several_teachers_are_mixed_or_teach_a_source_alone(teacher, tmp_
     weights = run_ranks(trained, 3, str(tmp_path / "apart"), teacher, more | apart)
     for name, value in one.items():
         torch.testing.assert_close(next(filter(None, weights))[name], value, rtol=1e-6, atol=1e-8)
-    with pytest.raises(RankError, match="no row of --data.train has the data_source c; it has a, b"):
+    with pytest.raises(RankError, match="no row of --data.train has the data_source c; its rows have a, b"):
         run_ranks(trained, 1, str(tmp_path / "no"), teacher, more | {"distill": {"more_teachers": (f"{third}@c",)}})

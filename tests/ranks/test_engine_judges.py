@@ -346,7 +346,10 @@ def built(world, folder: str, sections: dict) -> None:
         ("a template that renders nothing", "could not render a question .*nothing here"),
         ("another config", "its config.json has rope_parameters .*, .*must have the policy's architecture"),
         ("other shapes", "its config.json has intermediate_size 48, the policy's 40"),
-        ("a tensor is missing", "1 of the policy's tensors are missing or have another shape \\(such as model.norm"),
+        (
+            "a tensor is missing",
+            "some of the policy's tensors are missing or have another shape \\(number: 1, the first: model.norm",
+        ),
         ("other tokens", "its tokenizer gives .* another number"),
         ("absent", "judge.yaml: engine '/absent' is not a folder"),
         ("quantised", "is quantised by gptq: .* \\(.*judge.yaml: engine\\)"),

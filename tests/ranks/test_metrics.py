@@ -143,7 +143,9 @@ def test_a_part_that_some_samples_lack_is_no_zero(tmp_path):
         "filter": ({"filter": {"keep": "mixed", "metric": "even"}}, "--filter.metric even"),
     }
     for name, (sections, message) in refusals.items():
-        with pytest.raises(RankError, match=f"{message}: the reward does not give it for prompt [0-9]+, sample [0-9]"):
+        with pytest.raises(
+            RankError, match=f"{message}: the reward does not give this part for prompt [0-9]+, sample [0-9]"
+        ):
             trained(tmp_path / name, 1, body, **sections)
     # The score alone is there for all.
     alone = {"advantage": "gdpo", "part_weights": ("score=1",)}

@@ -85,7 +85,7 @@ def lacking(world):
 
 
 def test_reshard_names_what_nobody_holds():
-    assert run_ranks(lacking, 2) == ["t0: no rank holds all of ((0, 7), (0, 6))"] * 2
+    assert run_ranks(lacking, 2) == ["t0: the ranks together do not hold all of ((0, 7), (0, 6))"] * 2
 
 
 def flipped(world):
@@ -134,7 +134,10 @@ def test_stale_any_flipped_bit_is_refused_by_name():
     for rank, (seen, message, got, last) in enumerate(run_ranks(flipped, 2)):
         assert len(seen) > 2 * 8 * 100 and all(seen)
         assert "weights changed on their way to the engine" in message and got == last > 1
-        assert f"a message from rank {1 - rank} with t" in message and "1 of the 1 messages" in message
+        assert (
+            f"a message from rank {1 - rank} with t" in message
+            and "differing messages of this bucket: 1 of 1" in message
+        )
 
 
 def refused_many(world):
@@ -160,7 +163,8 @@ def test_stale_refused_message_names_some_of_its_tensors():
         sender = 1 if rank == 0 else 0
         shared = [i for i, shape in enumerate(SHAPES) if size(shares(shape, 3, 0)[sender])]
         names = ", ".join(f"t{i}" for i in shared[:3])
-        assert f"from rank {sender} with {names} and {len(shared) - 3} more tensors (1 of the 2 messages" in message
+        listed = f"{names} and others ({len(shared)} tensors)"
+        assert f"from rank {sender} with {listed}; differing messages of this bucket: 1 of 2" in message
 
 
 def counted(world, copies):

@@ -299,15 +299,18 @@ def test_resume_says_what_does_not_fit(tmp_path):
     treefile.write(file, filled(0, 1, 1).tree())
     other = holder(0, 1, samples_per_prompt=3)
     said = other.restore([file])
-    assert said.startswith("not resumed, as other --rollout.samples-per-prompt: groups that were cut short, exp")
+    assert said.startswith("not resumed: groups that were cut short, exp")
+    assert said.endswith("(these differ: --rollout.samples-per-prompt)")
     assert not other.sampler.carried and not other.sampler.ready and other.sampler.step == 4
     said = holder(0, 1).restore([])
-    assert said.startswith("not resumed, as it has no files of ranks: ") and said.endswith("number generators")
+    assert said.startswith("not resumed: ") and said.endswith(
+        "number generators (the checkpoint has no files of ranks)"
+    )
     late = holder(0, 1)
     late.sampler.step = 6
     with pytest.raises(ValueError, match="experience for step 4 was saved, but the run continues at 6"):
         late.restore([file])
-    with pytest.raises(ValueError, match="has files of 2 ranks, but was saved by 1"):
+    with pytest.raises(ValueError, match="holds files of another number of ranks: 2 instead of 1"):
         holder(0, 1).restore([file, file])
     tree = treefile.read(file)
     del tree["ahead"]["draws"]

@@ -494,7 +494,7 @@ def test_two_tools_of_one_name_are_refused_at_start(make, file):
 @pytest.mark.slow
 def test_tools_that_the_template_does_not_show_are_refused_at_start(make, file):
     """Before an episode is played. Without tools, or with the form of calls by the user's word, the run goes on."""
-    shown = r"does not show the tools: choose one that does with --data.chat-template, or set `calls` in the YAML"
+    shown = r"does not show the tools: choose with --data.chat-template one that does, or set `calls` in the YAML"
     for template in ("chatml", "llama3", "deepseekv3"):
         with pytest.raises(ValueError, match=rf"--env {file}:Does: the given chat template {shown}"):
             make(template=template)

@@ -114,7 +114,7 @@ def test_turns_of_a_prompt_are_not_trained():
             "message 1 has parts that are not text",
         ),
         ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "message 2 has weight 0.5: it must be 0 or 1"),
-        ({"messages": [ASKED | {"loss": 1}, SAID]}, "message 1 (user) has loss 1: only an assistant's is trained"),
+        ({"messages": [ASKED | {"loss": 1}, SAID]}, "message 1 (user) has loss 1: only assistants' are trained on"),
         ({"messages": [ASKED, SAID | {"loss": 1, "weight": 0}]}, "which disagree"),
         ({"messages": [ASKED, SAID], "tools": "{"}, "tools: not JSON"),
         ({"messages": [ASKED, SAID], "tools": [1]}, "not a list of JSON schemas"),
@@ -134,5 +134,5 @@ def test_rows_are_refused_with_the_reason(row, why):
 
 
 def test_a_column_that_is_named_must_be_there():
-    with pytest.raises(RowError, match="it has no column 'chatlog'; there are messages"):
+    with pytest.raises(RowError, match="it has no column 'chatlog'; its columns are messages"):
         example_of({"messages": [ASKED, SAID]}, Columns(messages="chatlog"))

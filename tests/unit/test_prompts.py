@@ -65,7 +65,7 @@ def test_addition_keeps_mirrored_pairs_on_one_side(tok, digits, total, train_siz
 
 def test_an_environment_speaks_in_messages_whatever_the_rows_are(tok):
     data = DataConfig(chat_template=CHATML)
-    with pytest.raises(ValueError, match="plain text without a chat"):
+    with pytest.raises(ValueError, match="plain text, which no template renders"):
         load_prompts("builtin:reverse", data, tok, 9, 4)
     begun = load_prompts("builtin:reverse", data, tok, 9, 4, begun=True).prompts
     plain = load_prompts("builtin:reverse", DataConfig(), tok, 9, 4).prompts

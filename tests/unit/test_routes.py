@@ -111,7 +111,7 @@ def test_routes_name_what_nobody_holds():
         held = [[cell for cell in mine if cell != lost] for mine in held]
         if any(i == lost[0] and cut(box, lost[1]) is not None for boxes in wanted for i, box in boxes):
             missing += 1
-            with pytest.raises(ValueError, match=f"t{lost[0]}: no rank holds all of"):
+            with pytest.raises(ValueError, match=f"t{lost[0]}: the ranks together do not hold all of"):
                 planned(entries, held, wanted, tensors)
         else:
             check(entries, held, wanted, tensors)

@@ -229,7 +229,7 @@ def test_ordinary_columns_with_the_names_of_a_templates_are_left_to_rewards(tmp_
     for key, text in data.items():
         data[key] = text.replace(f"{{{name}}}", str(value))
     assert found.prompts[0].tokens == prompts(tmp_path, [row], jinja, **data).prompts[0].tokens
-    told = f"the column {name!r} stays out of the prompt in 2 rows, and is left to rewards: {why}"
+    told = f"the column {name!r} stays out of the prompt and is left to rewards (rows: 2): {why}"
     assert [line[: len(told)] for line in found.left] == ([told] if why else [])
 
 
@@ -283,7 +283,7 @@ def test_a_few_rows_of_prompts_with_half_of_a_character_are_left_out_and_named(t
     assert [p.index for p in found.prompts] == [*range(20), *range(21, 40)] and found.dropped == 0
     (line,) = found.left
     assert (
-        line.startswith("rows that are refused and left out: 1, the first ")
+        line.startswith("rows that are refused and left out: 1; the first is ")
         and "rows.jsonl:21: the text 'a' is" in line
     )
     with pytest.raises(ValueError, match=r"rows.jsonl:1: the text 'a' is followed by half of a surrogate pair"):

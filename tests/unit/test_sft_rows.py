@@ -78,7 +78,7 @@ def test_all_trains_every_token_but_the_first():
 def test_marks_of_a_template_are_taken_at_their_word():
     assert trained(encoder(MARKED), {"messages": TALK}) == ["first<|im_end|>", "second<|im_end|>"]
     odd = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'first'")
-    with pytest.raises(RowError, match="marks 1 parts as generated, and the dialogue has 2 turns"):
+    with pytest.raises(RowError, match=r"\(parts: 1, turns: 2\)"):
         encoder(odd)({"messages": TALK})
 
 

@@ -78,8 +78,8 @@ def test_rows_give_steps_and_labels(row):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"labels": [1, 0]}, ["3 steps (completions) and 2 labels (labels)", "null"]),
-        ({"labels": [1, 0, 1, 0]}, ["3 steps", "4 labels"]),
+        ({"labels": [1, 0]}, ["(labels: 2) as steps (completions: 3)", "null"]),
+        ({"labels": [1, 0, 1, 0]}, ["labels: 4", "completions: 3"]),
         ({"labels": [1, 0, 1.5]}, ["label 3 of its labels is float ('1.5')", "[0, 1]"]),
         ({"labels": [-1, 0, 1]}, ["label 1 of its labels is int ('-1')"]),
         ({"labels": [1, "+", 1]}, ["label 2 of its labels is str", "true or false"]),
@@ -92,7 +92,7 @@ def test_rows_give_steps_and_labels(row):
         ({"completions": ["one", 2, "three"]}, ["step 2 of its completions is int"]),
         (
             {"completions": ["one", "two\n\nmore", "three"]},
-            ["makes 4 steps of its 3", "step 2 contains it", "separator"],
+            ["other steps than the row (4, not 3)", "step 2 contains the separator"],
         ),
         ({"labels": None}, ["prompt, completions", "labels", "--data.labels-column"]),
         ({"prompt": None}, ["completions, labels", "a prompt", "--data.prompt-column"]),
