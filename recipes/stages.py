@@ -86,7 +86,7 @@ def trained(run: Path) -> Path:
 
 
 OneSeed = Callable[[Path, int, int, list[str], list[str]], list[list[str]]]
-"""(folder, seed, ranks, further flags of SFT, further flags of RL) -> cells of rows of the table."""
+"""(folder, seed, ranks, further flags of SFT, further flags of RL) -> rows of the table, each a list of cells."""
 
 
 def run_seeds(about: str | None, out: str, ranks: int, head: Sequence[str], one_seed: OneSeed) -> None:
@@ -101,7 +101,7 @@ def run_seeds(about: str | None, out: str, ranks: int, head: Sequence[str], one_
     parser.add_argument("--sft-steps", type=int, help="number of steps of SFT, for a shorter run")
     parser.add_argument("--rl-steps", type=int, help="number of steps of RL (at least 2), for a shorter run")
     parser.add_argument(
-        "--prompts", type=int, help="number of prompts of a step and of an evaluation of RL, for a shorter run"
+        "--prompts", type=int, help="number of prompts in a step of RL and in an evaluation, for a shorter run"
     )
     args = parser.parse_args()
     sft = ["--run.steps", str(args.sft_steps)] if args.sft_steps else []

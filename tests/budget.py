@@ -20,11 +20,11 @@ import pytest
 BUDGET = {"unit": 1200, "ranks": 2700, "engines": 1500, "e2e": 3000, "contract": 900, "plans": 1200}
 """Level -> seconds: about three times the time on two idle cores with AVX-512, and twice the time with AVX2.
 
-In a whole suite, contracts, plans and unit tests get what others leave of a core, and wait for it (launch/test.sh).
+In a whole suite, contracts, plans and unit tests get only the time of a core that others leave (launch/test.sh).
 """
 
 SLOWEST = 15
-"""Files that are printed."""
+"""Number of slowest files that are printed."""
 
 seconds: dict[str, float] = defaultdict(float)
 files: dict[str, float] = defaultdict(float)
@@ -35,7 +35,7 @@ began = time.monotonic()
 
 
 def level_of(nodeid: str) -> str:
-    """Level of a test: `unit` for tests/unit/test_x.py::test_y."""
+    """Returns the level of a test: `unit` for tests/unit/test_x.py::test_y."""
     parts = Path(nodeid.split("::")[0]).parts
     return parts[parts.index("tests") + 1] if "tests" in parts[:-1] else "other"
 
@@ -50,9 +50,9 @@ def over() -> list[str]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process, of its living descendants, and of those that they waited for.
+    """Returns the CPU seconds of this process, of its living descendants, and of ended processes that they waited for.
 
-    An environment that has no psutil, such as that of the gyms, counts without living descendants.
+    Without psutil, as in the environment of the gyms, living descendants are not counted.
     """
     try:
         import psutil
@@ -68,13 +68,13 @@ def cpu_seconds() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    """Counts the CPU seconds of a file from its first test to its last: a count takes too long for every test."""
+    """Counts the CPU seconds of a file from its first test to its last, because counting at every test is too slow."""
     name = item.nodeid.split("::")[0]
     if name not in cpu:
         cpu[name] = -cpu_seconds()
     result = yield
     if nextitem is None or nextitem.nodeid.split("::")[0] != name:
-        # Tests of one file that do not follow each other count from their first on.
+        # If tests of another file run between those of this file, only the tests before them count.
         cpu[name] = cpu[name] + cpu_seconds() if cpu[name] < 0 else cpu[name]
     return result
 
@@ -93,7 +93,7 @@ def pytest_testnodedown(node, error):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Fails a run that passed but took too long; a worker hands its CPU seconds to the controller."""
+    """Fails a run that passed but took too long, if SPMDRL_TEST_BUDGET is set; hands a worker's CPU seconds on."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["cpu"] = dict(cpu)
     if os.environ.get("SPMDRL_TEST_BUDGET") and over() and not exitstatus:
@@ -101,7 +101,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints the slowest files, one line for all levels, and one for each level above its budget."""
+    """Prints the slowest files and a line for all levels; with SPMDRL_TEST_BUDGET, also the levels above budget."""
     slowest = sorted(files, key=lambda name: -files[name])[:SLOWEST] if len(files) > 1 else []
     for name in slowest:
         terminalreporter.write_line(f"{files[name]:7.1f} s, CPU {cpu[name]:7.1f} s  {name}")

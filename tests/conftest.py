@@ -20,7 +20,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
 GIVEN = "SPMDRL_TESTS_GIVEN"
 """Variable that is set while GPUs are hidden: the original variables of HIDDEN as JSON, for tests/gpu."""
 
-# A shell starts what runs in the background with Ctrl-C ignored, and so would be the jobs that tests send it to.
+# A shell starts background processes with Ctrl-C ignored. Jobs to which tests send Ctrl-C would inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ranks share the cores; more threads than cores only wait for each other.
@@ -33,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# Ranks and torchrun need the packages too; pytest's `pythonpath` holds only for its own process.
+# Ranks and torchrun need the packages too; pytest's `pythonpath` applies only to its own process.
 _paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "sandbox")]
 _old = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and str(Path(p).resolve()) not in _paths]
 os.environ["PYTHONPATH"] = os.pathsep.join(_paths + _old)
@@ -42,7 +42,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(_paths + _old)
 def pytest_configure(config):
     """Hides the GPUs unless only tests/gpu is run, so that all other tests run on CPUs on any machine.
 
-    This hook runs before tests are collected, so before torch asks the driver.
+    This hook runs before tests are collected, and therefore before torch asks the driver.
     """
     asked = [(config.invocation_params.dir / word.split("::")[0]).resolve() for word in config.args]
     if asked and all(path.is_relative_to(GPUS) for path in asked):

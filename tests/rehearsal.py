@@ -1,4 +1,4 @@
-"""One step of each kind of run on made-up tokens, to watch which settings it looks at: the proof of `only_with`.
+"""Runs a step of each kind of run on made-up tokens, and records which settings it reads, to test `only_with`.
 
 The functions are those that the run calls, from the composition to the update; models, engine and a user's own
 functions are stand-ins.
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from spmdrl.data.batch import Batch
 
 LATE = 1 << 40
-"""A step behind every warm-up."""
+"""Number of a step after every warm-up."""
 JUDGED = (
     *("algo", "correction", "shaping", "filter", "critic", "process_reward", "safety", "reference", "lora", "eval"),
     *("reward", "optimizer"),
 )
-"""Sections that say what is learnt, of which the rehearsal covers everything that reads them but these:"""
+"""Sections about what is learnt. The rehearsal covers all code that reads them, except for the settings ELSEWHERE."""
 ELSEWHERE = {
     "reference.offload": "memory of frozen models",
     "reward.workers": "grading processes",
@@ -39,16 +39,16 @@ ELSEWHERE = {
     "filter.bad_sample": "the sampling loop",
     "algo.preset": "the layer that it is",
 }
-"""Settings of those sections that other parts of a run read, each with that part."""
+"""Setting of those sections -> the other part of a run that reads it."""
 
 
 def is_covered(name: str) -> bool:
-    """The rehearsal covers everything that reads this setting."""
+    """Returns True if the rehearsal covers all code that reads this setting."""
     return name.split(".")[0] in JUDGED and name not in ELSEWHERE
 
 
 def settings_read(config: Config) -> set[str]:
-    """Dotted names of the settings that one rehearsed step looks at.
+    """Returns the dotted names of the settings that one rehearsed step reads.
 
     Raises:
         ValueError, KeyError: the settings cannot be composed.
@@ -65,7 +65,7 @@ def settings_read(config: Config) -> set[str]:
 
 
 def rehearse_rest(cfg: Config, plain: Config) -> None:
-    """Look at parts of every run beside its method: adapters, optimizer, evaluation. Arguments as in `rehearse`."""
+    """Rehearses what every run has besides its method: adapters, optimizer, evaluation. Arguments as in `rehearse`."""
     import torch
 
     from spmdrl.policy.optimizer import make_optimizer
@@ -82,7 +82,7 @@ def rehearse_rest(cfg: Config, plain: Config) -> None:
 
 
 def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) -> None:
-    """The update of a distillation, which learns from its teacher alone: rewards are for the log.
+    """Rehearses the update of a distillation, which learns only from its teacher; its rewards are only logged.
 
     Arguments as in `rehearse`.
     """
@@ -102,7 +102,7 @@ def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) ->
 
 
 def rehearse_online(cfg: OnlinePreferenceConfig, plain: OnlinePreferenceConfig) -> None:
-    """One step of preference learning on own samples. Arguments as in `rehearse`."""
+    """Rehearses a step of preference learning on the policy's samples. Arguments as in `rehearse`."""
     import torch
 
     from spmdrl.policy.models import Models, wanted_models
@@ -119,9 +119,9 @@ def rehearse_online(cfg: OnlinePreferenceConfig, plain: OnlinePreferenceConfig) 
 
 
 def rehearse(cfg: Config, plain: Config) -> None:
-    """One step: sampling and filters, score, advantages, update, coefficients.
+    """Rehearses a step: sampling and filters, score, advantages, update, coefficients.
 
-    cfg: the settings that are watched; plain: the same ones, for what the rehearsal itself wants to know.
+    cfg: the settings, whose reads are recorded. plain: the same settings unrecorded, for the rehearsal itself.
     """
     import torch
 
@@ -148,7 +148,7 @@ def rehearse(cfg: Config, plain: Config) -> None:
 
 
 def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
-    """The batch of a step: sampling and filters. Arguments as in `rehearse`."""
+    """Returns the batch of a step, after sampling and filters. Arguments as in `rehearse`."""
     import torch
 
     from spmdrl.data.distribute import assign_updates
@@ -160,7 +160,7 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
     made = list(episodes(plain))
     prompts = 1 + max(e.position for e in made)
     world: Any = SimpleNamespace(rollout_group=None, engine_tp_rank=0, engine_index=0, engine_count=1)
-    # Of this section only, as the others are looked at whether they are of use or not.
+    # Only reads of this section are recorded, because the code reads the others even if they have no effect.
     sampling = dataclasses.replace(
         plain, filter=cfg.filter, rollout=dataclasses.replace(plain.rollout, prompts_per_step=prompts, oversample=1.0)
     )
@@ -179,7 +179,7 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
 
 
 def episodes(plain: Config) -> Iterator[Any]:
-    """Two prompts with two samples each, one of them right, with every reward part that a setting names."""
+    """Yields two samples of each of two prompts, one right and one wrong, with every reward part that settings name."""
     from spmdrl.algos.advantages import SCORE
     from spmdrl.data.episode import Episode, prompt_segment
 
@@ -193,7 +193,7 @@ def episodes(plain: Config) -> Iterator[Any]:
 
 
 class StandIn:
-    """A model that says the same of every token and learns nothing; the Policy contract as far as a step uses it."""
+    """A model that never learns: the part of the Policy contract that a step uses, with equal numbers for all tokens."""
 
     def __init__(self, cfg: Config):
         self.cfg, self.version, self.updates_done = cfg, 0, 0
@@ -207,7 +207,7 @@ class StandIn:
         return (0.5 * batch.token["mask"]).double()
 
     def update(self, batch: "Batch", objective: Any, steps: int = 1):
-        """See the contract: one optimizer step, of which nothing comes."""
+        """See the contract; this is one optimizer step that changes nothing."""
         from spmdrl.policy.optimizer import learning_rate
 
         first_T, second_T = self.logprobs(batch, objective.temperature)

@@ -1,4 +1,4 @@
-"""Settings that note which of them are looked at."""
+"""Settings that record which of them are read."""
 
 import copy
 import dataclasses
@@ -8,13 +8,13 @@ C = TypeVar("C")
 
 
 def watch(config: C) -> tuple[C, set[str]]:
-    """A twin of a config, and the dotted names of the settings that have been read from the twin so far."""
+    """Returns a twin of a config, and a set that gets the dotted name of each setting that is read from the twin."""
     seen: set[str] = set()
     return _watched(config, "", seen), seen
 
 
 def _watched(section: Any, prefix: str, seen: set[str]) -> Any:
-    """A twin of a section, whose settings are noted under names that begin with `prefix`."""
+    """Returns a twin of a section. Reads of its settings are recorded under names that begin with `prefix`."""
     kind, names = type(section), set()
     twin: Any = copy.copy(section)
     for field in dataclasses.fields(section):

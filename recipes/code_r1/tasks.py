@@ -2,7 +2,7 @@
 
     python recipes/code_r1/tasks.py FOLDER [--held-out 96] [--seed 0]
 
-It writes FOLDER/train.jsonl and FOLDER/held_out.jsonl. Tasks differ in their operation or in a number of it. The
+It writes FOLDER/train.jsonl and FOLDER/held_out.jsonl. Two tasks differ in their operation or in its number. The
 columns are those of https://github.com/openai/human-eval: task_id, prompt, entry_point, canonical_solution, test.
 """
 
@@ -63,7 +63,7 @@ def tasks() -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    """Write the files."""
+    """Write FOLDER/train.jsonl and FOLDER/held_out.jsonl."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--held-out", type=int, default=96, help="tasks kept out of training")

@@ -22,7 +22,7 @@ NUMBERS, GAMES = 8, 8192
 
 
 def games(seed: int) -> Iterator[dict]:
-    """Yield dialogues of the game. In half of them guesses are among the possible numbers, in the others among all."""
+    """Yield games as dialogues. In about half of them guesses are still possible numbers, in the others any numbers."""
     rng, game = random.Random(seed), Guess(NUMBERS)
     for _ in range(GAMES):
         low, high, listens = 1, NUMBERS, rng.random() < 0.5

@@ -204,8 +204,8 @@ def logprobs(policy, samples: list[Sample], temperature: float) -> list[torch.Te
 def clipped_loss(logp_n: torch.Tensor, sample: Sample, cfg) -> tuple[torch.Tensor, torch.Tensor]:
     """Return PPO's loss [n] (https://arxiv.org/abs/1707.06347), and bool [n], True where the clip decides the loss.
 
-    The ratio is the probability of a token divided by its probability before the first update. A lower loss raises
-    it if the advantage is positive and lowers it if not. Beyond the clip the loss is constant, which limits the change.
+    The ratio is the probability of a token divided by its probability before the first update. Minimizing the loss
+    raises it if the advantage is positive, else lowers it. Beyond the clip the loss is constant, to limit the change.
     """
     ratio_n = (logp_n - sample.old_logp).exp()
     loss_n = -sample.advantage * ratio_n
@@ -288,7 +288,7 @@ def train(cfg, device: torch.device) -> None:
     """Run all steps: sample, grade, update."""
     rank, ranks, share = dist.get_rank(), dist.get_world_size(), cfg.prompts_per_step // cfg.updates_per_step
     if cfg.prompts_per_step % (cfg.updates_per_step * ranks) or cfg.samples_per_prompt < 2:
-        raise SystemExit("--rollout.samples-per-prompt: 2 or more; prompts-per-step: a multiple of updates x ranks")
+        raise SystemExit("--rollout.samples-per-prompt must be above 1, prompts-per-step a multiple of updates x ranks")
     tokenizer = AutoTokenizer.from_pretrained(cfg.path)
     how = {"dtype": torch.float32, "use_safetensors": True}  # other formats can contain pickles, which run code
     sampler, policy = (AutoModelForCausalLM.from_pretrained(cfg.path, **how).eval().to(device) for _ in range(2))

@@ -3,8 +3,8 @@
     python recipes/r1_zero_small/run.py [--seeds 0 1 2] [--ranks 2] [--out DIR]
 
 The base model has the architecture of the shipped policy and random weights. The task is `builtin:reverse`: answer
-`abcde=` with `edcba`. Half of the demonstrations are wrong (the copy `abcde`), so a model that imitates them is right
-about half of the time. RL then rewards the right answers. RL without SFT starts from the base model, like R1-Zero.
+`abcde=` with `edcba`. About half of the demonstrations are wrong (the copy `abcde`), so a model that imitates them is
+right about half of the time. RL then rewards the right answers. RL without SFT starts from the base model, like R1-Zero.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     python recipes/retool/run.py [--seeds 0 1 2] [--ranks 1] [--out DIR]
 
-The warm start (SFT) has both kinds of demonstrations: half of them call the tool and repeat its answer, the other half
+The warm start (SFT) has both kinds of demonstrations: about half call the tool and repeat its answer, the others
 answer directly. RL then continues from this policy twice, with and without the tool, with the same settings and number
 of steps. The reward is 1 for a right answer.
 """

@@ -23,7 +23,7 @@ class Limits:
     open_files: int = 64
     """Maximum number of open files of a single process."""
     tmp_mib: int = 32
-    """Maximum size of all files in /tmp together in MiB, and of each single file."""
+    """Maximum size of all files in the program's working folder together in MiB, and of each single file."""
     output_kib: int = 256
     """Maximum size of standard output and standard error together, in KiB."""
 
@@ -38,7 +38,7 @@ class Program:
     """Words of a command to run in place of `source`."""
     stdin: str = ""
     files: dict[str, str] = field(default_factory=dict)
-    """Text files to create in the program's working folder, /tmp: the text by relative path."""
+    """Text files to create in the program's working folder before it starts: the text by relative path."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ print(reached)
 
 
 def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
-    """Return an open sandbox that has passed the probe.
+    """Return an open sandbox that has passed the probe; `none` is not probed.
 
     Args:
         provider: `auto` uses the first of `AUTO` that works. Another name selects that sandbox. `none` runs programs
@@ -108,12 +108,12 @@ def _opened(start: Start) -> Warm:
         raise SandboxError(f"{start.name}: {error}", start.fix) from None
     if reached:
         warm.close()
-        raise SandboxError(f"{start.name} does not isolate programs: {reached}")
+        raise SandboxError(f"{start.name} did not pass the test of its isolation: {reached}")
     return warm
 
 
 def probe(warm: Warm) -> str:
-    """Run the probe in a sandbox and return a description of what it could reach; empty if it reached nothing."""
+    """Run the probe in a sandbox; return what it could reach or how it failed, empty if it ran and reached nothing."""
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.create_server(("127.0.0.1", 0)) as server,

@@ -27,7 +27,10 @@ GRACE = 5.0
 
 
 class Warm:
-    """A sandbox that runs one program after another, isolated from each other. Use it from one thread only."""
+    """A sandbox that runs one program after another. Use it from one thread only.
+
+    It isolates programs from each other, unless it is the provider `none`.
+    """
 
     def __init__(self, command: list[str], name: str = "", once: bool = False):
         """Start the sandbox.
@@ -76,7 +79,8 @@ class Warm:
         """Run a program to its end and return its outcome.
 
         Raises:
-            SandboxError: the sandbox itself ended.
+            SandboxError: the sandbox itself ended, or does not answer. With `once`, this is an error of the program and
+                is returned as its outcome.
         """
         self.send(task_of(program, limits))
         try:
@@ -120,7 +124,7 @@ class Warm:
         """Send a message to the zygote.
 
         Raises:
-            SandboxError: the sandbox has ended.
+            SandboxError: the sandbox has ended, or does not read messages.
         """
         if "limits" in message:
             if self.once and self.used:
@@ -156,7 +160,7 @@ class Warm:
         """Return the next message; None if none arrives before the time `until` (time.monotonic()).
 
         Raises:
-            SandboxError: the sandbox has ended.
+            SandboxError: the sandbox has ended, or sent an invalid message.
         """
         pipe = cast(IO[bytes], self.process.stdout)
         while b"\n" not in self.buffer:

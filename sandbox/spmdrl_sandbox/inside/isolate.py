@@ -1,7 +1,7 @@
 """Sets namespaces, limits and privileges of one program inside the sandbox. It needs only the standard library.
 
-A program runs in a separate user, mount, process and IPC namespace within the sandbox. It has an empty /tmp with a
-quota, resource limits, no capabilities, and a filter of system calls (filter.py).
+In a sandbox by bubblewrap, a program runs in separate user, mount, process and IPC namespaces. It has an empty /tmp
+with a quota, resource limits, no capabilities, and a filter of system calls (filter.py).
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 SPARE_ADDRESSES = 1 << 30
 """Bytes of address space in addition to a program's memory limit: libraries and threads reserve more than they use."""
 OWN_PROCESSES = 2
-"""Number of processes that the sandbox runs in a program's namespace; the kernel counts them in its process limit."""
+"""Number of processes that the sandbox runs in a program's namespace, which count towards the program's limit."""
 SIGNALS = 64
 """Maximum number of pending signals, which the kernel counts per user."""
 

@@ -32,7 +32,9 @@ class Candidate:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the program's function and return its value, or raise the exception that it raised.
+        """Call the program's function and return its value.
+
+        If the function raised an exception, raise a built-in one of the same name, or else a RuntimeError.
 
         Raises:
             RowError: an argument is not plain data.
