@@ -193,7 +193,7 @@ def episodes(plain: Config) -> Iterator[Any]:
 
 
 class StandIn:
-    """A model that never learns: the part of the Policy contract that a step uses, with equal numbers for all tokens."""
+    """A model that never learns: the part of the Policy contract that a step uses, equal numbers for all tokens."""
 
     def __init__(self, cfg: Config):
         self.cfg, self.version, self.updates_done = cfg, 0, 0

@@ -4,7 +4,7 @@
 
 The base model has the architecture of the shipped policy and random weights. The task is `builtin:reverse`: answer
 `abcde=` with `edcba`. About half of the demonstrations are wrong (the copy `abcde`), so a model that imitates them is
-right about half of the time. RL then rewards the right answers. RL without SFT starts from the base model, like R1-Zero.
+right about half of the time. RL then rewards right answers. RL without SFT starts from the base model, like R1-Zero.
 """
 
 import json
