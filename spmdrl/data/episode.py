@@ -242,7 +242,7 @@ class Episode:
                 if tokens < end:
                     self._cut(index, tokens - begin)
                 return index
-        raise ValueError(f"a path of length {end} can be cut after one of its tokens 1 to {end}, not after {tokens}")
+        raise ValueError(f"a path of length {end} can be cut after token 1 to {end}, not after {tokens}")
 
     def _cut(self, index: int, at: int) -> None:
         """Cut a segment after `at` of its tokens; the segments that followed it then follow the later part."""

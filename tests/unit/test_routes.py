@@ -137,7 +137,7 @@ def counted(shape: tuple[int, ...], boxes: set) -> np.ndarray:
 
 def test_plans_that_are_accepted_bring_every_element_once():
     """Cells are moved or lost: a rank has a plan exactly if one box holds each element that it wants."""
-    found = {"": 0, "no rank holds": 0, "overlap": 0, "hidden": 0}
+    found = {"": 0, "the ranks together do not hold": 0, "overlap": 0, "hidden": 0}
     for seed in range(300):
         rng = random.Random(seed)
         entries, held, wanted, tensors = random_case(rng)
@@ -159,7 +159,7 @@ def test_plans_that_are_accepted_bring_every_element_once():
                 said = ""
             except ValueError as error:
                 said = next(kind for kind in list(found)[1:] if kind in str(error))
-            assert said == ("overlap" if twice else "no rank holds" if holes else ""), (seed, rank)
+            assert said == ("overlap" if twice else "the ranks together do not hold" if holes else ""), (seed, rank)
             found[said] += 1
             found["hidden"] += any((part == 0).any() and part.sum() >= part.size for part in parts)
     assert found.pop("hidden") > 10, "holes that overlaps make up for"
