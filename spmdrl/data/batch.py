@@ -26,16 +26,18 @@ class Batch:
 
     lengths: int64 [B].
 
-    token: name -> [T]. Always present are tokens, version (int64), mask (bool) and rollout_logp (float32). Optional are
-    experts (int16 [T, W], see `Episode`) for routing replay; turn, state and parent (int64, see `Segment`) for
-    advantages that use turns; and turn_reward (float64), the reward of a turn at its last sampled token. mask is the
-    loss mask. If it omits sampled tokens, sampled (bool) marks all tokens that the policy sampled. mask and sampled are
-    False for tokens that an earlier path of the episode contains.
+    token: name -> [T]. Sampled episodes always have tokens, version (int64), mask (bool) and rollout_logp (float32);
+    given rows (`supervised/`) have tokens and mask. Optional are experts (int16 [T, W], see `Episode`) for routing
+    replay; turn, state and parent (int64, see `Segment`) for advantages that use turns; and turn_reward (float64), the
+    reward of a turn at its last sampled token. mask is the loss mask. If it omits sampled tokens, sampled (bool) marks
+    all tokens that the policy sampled. mask and sampled are False for tokens that an earlier path of the episode
+    contains.
 
-    seq: name -> [B]. Always present are prompt, sample, position, version, finish, turns (int64), reward and baseline
-    (float64), equal for all paths of an episode. path (int64) is the number of the sequence's path, and paths (int64)
-    the number of paths of its episode; in a batch without these columns every sequence is an episode. If a batch
-    repeats an episode, the path numbers of each copy continue those of the copy before it.
+    seq: name -> [B]. Sampled episodes always have prompt, sample, position, version, finish, turns (int64), reward and
+    baseline (float64), equal for all paths of an episode; given rows have sample and position. path (int64) is the
+    number of the sequence's path, and paths (int64) the number of paths of its episode; in a batch without these
+    columns every sequence is an episode. If a batch repeats an episode, the path numbers of each copy continue those of
+    the copy before it.
     """
 
     lengths: torch.Tensor

@@ -54,8 +54,8 @@ class Conversation:
         template: jinja text that replaces the tokenizer's template. history: "keep" appends to the context as it was
         sampled; "branch" forks if the template renders earlier messages differently. more: variables of the template.
 
-        Raises ValueError if the history has another value, or if the template cannot continue a test conversation;
-        the second message names the template. With "keep", the text that it puts between two turns must be proved.
+        Raises ValueError if the history has another value, or, naming the template, if the template cannot continue a
+        test conversation. With "keep", the text that the template puts between two turns must be proved.
         """
         if history not in ("keep", "branch"):
             raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
