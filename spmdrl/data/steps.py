@@ -152,8 +152,8 @@ def _labels(found: Any, columns: StepColumns, steps: int) -> list[float | None]:
         raise RowError(f"its {columns.labels} are {kind_of(found)}: they must be a list with a label for each step")
     if len(found) != steps:
         raise RowError(
-            f"it has not as many labels ({columns.labels}: {len(found)}) as steps ({columns.steps}: {steps}): give "
-            "each step a label, or null if it is not trained on"
+            f"it does not have as many labels ({columns.labels}: {len(found)}) as steps ({columns.steps}: {steps}): "
+            "give each step a label, or null if it is not trained on"
         )
     for i, label in enumerate(found, 1):
         if label is not None and not (isinstance(label, int | float) and 0 <= label <= 1):
