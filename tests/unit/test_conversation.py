@@ -409,7 +409,7 @@ def test_tools_that_a_template_does_not_show_are_refused_unless_they_may_be_hidd
             continue
         hiding.append(name)
         with pytest.raises(
-            ValueError, match=r"does not show the tools: choose one .* --data.chat-template, or set `calls`"
+            ValueError, match=r"does not show the tools: choose with --data.chat-template one that does, or set `calls`"
         ):
             talk.begin(asked, hidden)
         assert not talk.render.shows_tools
