@@ -18,7 +18,7 @@ import torch
 
 from spmdrl_kernels import blocks, chunked, gradients, linear, logits, triton_rows
 
-KERNELS = {"stats": "_stats_kernel", "gradient": "_gradient_kernel"}
+KERNELS = {"stats": "stats_kernel", "results": "results_kernel", "gradient": "gradient_kernel"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 ALIGNED = 512
 """Alignment of tensors in bytes in torch's allocator for GPUs."""

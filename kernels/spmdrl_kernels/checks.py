@@ -77,12 +77,13 @@ def check_settings(softcap, sizes: dict[str, int | None]) -> None:
 def check_values(targets_T: torch.Tensor | None, temperature, vocab: int) -> None:
     """Check the values of targets and temperatures; on a GPU, a later call raises the error (`deferred.py`)."""
     if targets_T is not None and targets_T.numel():
-        check_later(torch.stack(torch.aminmax(targets_T)), lambda bounds: _of_targets(*bounds, vocab))
+        check_later(torch.stack(torch.aminmax(targets_T)), lambda bounds: _of_targets(bounds, vocab))
     if isinstance(temperature, torch.Tensor) and temperature.numel():
-        check_later(torch.stack(torch.aminmax(temperature)), lambda bounds: _of_temperatures(*bounds))
+        check_later(torch.stack(torch.aminmax(temperature)), _of_temperatures)
 
 
-def _of_targets(low: int, high: int, vocab: int) -> str:
+def _of_targets(bounds: list[int], vocab: int) -> str:
+    low, high = bounds
     if low >= 0 and high < vocab:
         return ""
     return (
@@ -91,7 +92,8 @@ def _of_targets(low: int, high: int, vocab: int) -> str:
     )
 
 
-def _of_temperatures(low: float, high: float) -> str:
+def _of_temperatures(bounds: list[float]) -> str:
+    low, high = bounds
     if usable(low) and usable(high):
         return ""
     return f"temperature must be positive and finite, and 1 / temperature too: values from {low} to {high}"

@@ -28,7 +28,7 @@ from spmdrl_kernels.blocks import (
 from spmdrl_kernels.checks import check_linear, check_settings, check_values
 from spmdrl_kernels.deferred import check_later
 from spmdrl_kernels.gradients import Gradients
-from spmdrl_kernels.linear import Job, is_top, kept_rows, results_of, spread
+from spmdrl_kernels.linear import Job, is_top, kept_rows, spread
 from spmdrl_kernels.reference import TorchRows
 from spmdrl_kernels.vocabulary import new_state, open_vocabulary
 
@@ -165,24 +165,25 @@ def _states(
     rounded: True if the stored logits are rounded to 16 bits, so that they need a separate state. If False, both states
     are the same tensor.
     """
-    state_4C = kept_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
     n, vocab = logits_CV.shape
-    first = job.vocabulary.start
-    more = scale_C, job.softcap, second
+    state_4C = kept_4C = new_state(n, vocab, job.dtype, hidden_CD.device)
+
+    def given(columns: slice) -> tuple:
+        return targets_C, job.vocabulary.start + columns.start, scale_C, job.softcap, second, columns.start == 0
+
     if narrow(hidden_CD):
-        kept_4C = new_state(n, job.dtype, hidden_CD.device) if rounded else state_4C
+        kept_4C = new_state(n, vocab, job.dtype, hidden_CD.device) if rounded else state_4C
         blocks = Blocks(n, vocab, n, even(vocab, EXACT_BYTES[place_of(hidden_CD.device)] // (4 * max(1, n)), 256))
         for _, columns, exact_CV in blocks.products(hidden_CD, weight_VD):
-            at_C = targets_C - (first + columns.start)
             if rounded:
-                operations.add_rounded_(exact_CV, state_4C, logits_CV[:, columns], kept_4C, at_C, *more)
+                operations.add_rounded_(exact_CV, state_4C, logits_CV[:, columns], kept_4C, *given(columns))
             else:
-                operations.add_stats_(operations.borrow(exact_CV), state_4C, at_C, *more)
+                operations.add_stats_(operations.borrow(exact_CV), state_4C, *given(columns))
     else:
         for columns in pieces:
             piece_CV = logits_CV[:, columns]
             product_(piece_CV, hidden_CD, weight_VD[columns].t(), False)
-            operations.add_stats_(operations.borrow(piece_CV), state_4C, targets_C - (first + columns.start), *more)
+            operations.add_stats_(operations.borrow(piece_CV), state_4C, *given(columns))
     job.vocabulary.merge_(state_4C, second)
     if rounded:
         job.vocabulary.merge_(kept_4C, second)
@@ -232,8 +233,9 @@ class _ChunkedLoss(torch.autograd.Function):
             state_4C, rounded_4C = _states(
                 job, operations, logits_CV, hidden_CD, weight_VD, targets_C, scale_C, pieces, rounded, second
             )
-            logp_C, entropy_C, _ = results_of(state_4C, caller.entropy)
-            _, flatness_C, norm_2C = results_of(rounded_4C, caller.entropy)
+            known = targets_C, vocabulary.total, caller.entropy
+            logp_C, entropy_C, _ = exact = operations.results(state_4C, *known)
+            _, flatness_C, norm_2C = exact if rounded_4C is state_4C else operations.results(rounded_4C, *known)
             if not checked and n > 1:
                 caller.check_separable(logp_C, entropy_C, rows)
                 checked = True
@@ -245,8 +247,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             grad_logp_C = torch.zeros_like(norm_2C[0]) if gradients[0] is None else gradients[0]
             for columns in pieces:
-                block_CV, at_C = logits_CV[:, columns], targets_C - (vocabulary.start + columns.start)
-                inputs = (at_C, scale_C, job.softcap, norm_2C, flatness_C, grad_logp_C, gradients[1])
+                block_CV, offset = logits_CV[:, columns], vocabulary.start + columns.start
+                inputs = (targets_C, offset, scale_C, job.softcap, norm_2C, flatness_C, grad_logp_C, gradients[1])
                 sums.add(rows, columns, operations.logit_gradient(operations.borrow(block_CV), *inputs), block_CV)
         ctx.sums = sums
         if not parts:

@@ -71,7 +71,8 @@ def linear_logprob(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, a target is outside the vocabulary, a setting is out of
             range, or ranks of the group have different targets. On a GPU, the values of targets and temperatures are
-            checked without a wait for the device: a later call of this package or `raise_deferred` raises the error.
+            checked without a wait for the device: a later call of this package or `raise_deferred` raises the error,
+            and the logp of a target outside the vocabulary is nan.
     """
     tokens, sizes = len(hidden_TD), {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
@@ -164,7 +165,7 @@ def collision_probability(
     check_values(None, temperature, vocabulary.total)
     blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
-    state_4T = job.stats(hidden_TD, weight_VD, targets_T, "collision")
+    state_4T = job.stats(job.operations(hidden_TD), hidden_TD, weight_VD, targets_T, "collision")
     return state_4T[SECOND] / state_4T[SUM].square()
 
 
@@ -184,16 +185,15 @@ class Job:
         """Return 1 / temperature of these rows; None if the temperature is 1 for all rows of the call."""
         return None if self.scale_T is None else self.scale_T[rows]
 
-    def stats(self, hidden_TD, weight_VD, targets_T, second: str) -> torch.Tensor:
+    def stats(self, operations: Any, hidden_TD, weight_VD, targets_T, second: str) -> torch.Tensor:
         """Return the state [4, T] (`vocabulary.py`) of all rows over the complete vocabulary. Collective.
 
         second: as in `TorchRows.add_stats_`.
         """
-        state_4T = new_state(len(hidden_TD), self.dtype, hidden_TD.device)
-        operations = self.operations(hidden_TD)
+        state_4T = new_state(len(hidden_TD), self.vocabulary.size, self.dtype, hidden_TD.device)
         for rows, columns, logits_CV in self.blocks.products(hidden_TD, weight_VD):
-            at_C = targets_T[rows] - (self.vocabulary.start + columns.start)
-            operations.add_stats_(logits_CV, state_4T[:, rows], at_C, self.scale(rows), self.softcap, second)
+            given = targets_T[rows], self.vocabulary.start + columns.start, self.scale(rows), self.softcap
+            operations.add_stats_(logits_CV, state_4T[:, rows], *given, second, columns.start == 0)
         self.vocabulary.merge_(state_4T, second)
         return state_4T
 
@@ -201,19 +201,6 @@ class Job:
 def wide(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype of results and sums for an input: fp64 for an fp64 input, else fp32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def results_of(state_4T: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return logp and entropy [T] of states over the complete vocabulary, and m and s [2, T] with p = s e^(y - m).
-
-    m is the maximum of the logits y. If m were their logsumexp, rounding errors would be larger: at logits of 16, the
-    gradient of a likely token, 1 - p, would have an error of 1e-6 instead of 1e-7.
-    """
-    log_sum_T = state_4T[SUM].log()
-    logp_T = (state_4T[TARGET] - state_4T[MAX]).sub_(log_sum_T)
-    # H = log sum e^z - sum e^z z / sum e^z, where z is y minus its maximum.
-    entropy_T = log_sum_T - state_4T[SECOND] / state_4T[SUM] if entropy else None
-    return logp_T, entropy_T, torch.stack([state_4T[MAX], state_4T[SUM].reciprocal()])
 
 
 def is_top(state_4T: torch.Tensor) -> torch.Tensor:
@@ -235,8 +222,9 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, with_entropy: bool, top: bool):
-        state_4T = job.stats(hidden_TD, weight_VD, targets_T, "entropy" if with_entropy else "")
-        logp_T, entropy_T, norm_2T = results_of(state_4T, with_entropy)
+        operations = job.operations(hidden_TD)
+        state_4T = job.stats(operations, hidden_TD, weight_VD, targets_T, "entropy" if with_entropy else "")
+        logp_T, entropy_T, norm_2T = operations.results(state_4T, targets_T, job.vocabulary.total, with_entropy)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, norm_2T, entropy_T)
         ctx.job = job
         ctx.set_materialize_grads(False)  # With this setting, the gradient of an unused output is None.
@@ -268,14 +256,15 @@ class _LinearLogprob(torch.autograd.Function):
             spare_CV = sums.workspace(logits_CV)
             gradient_CV = operations.logit_gradient(
                 logits_CV,
-                targets_T[rows] - (job.vocabulary.start + columns.start),
+                targets_T[rows],
+                job.vocabulary.start + columns.start,
                 job.scale(rows),
                 job.softcap,
                 norm_2T[:, rows],
                 None if entropy_T is None else entropy_T[rows],
                 grad_logp_T[rows],
                 None if grad_entropy_T is None else grad_entropy_T[rows],
-                spare_CV,
+                out_CV=spare_CV,
             )
             sums.add(rows, columns, gradient_CV, spare_CV)
         return *sums.finish(), None, None, None, None

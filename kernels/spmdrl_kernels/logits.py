@@ -7,8 +7,8 @@ from torch.autograd.function import once_differentiable
 from spmdrl_kernels.backend import row_operations
 from spmdrl_kernels.blocks import BLOCK_ROWS, WORKSPACE_BYTES, spans
 from spmdrl_kernels.checks import DTYPES, check_rows, check_settings, check_values
-from spmdrl_kernels.linear import results_of, scale_of, wide
-from spmdrl_kernels.reference import LOWEST, TorchRows
+from spmdrl_kernels.linear import scale_of, wide
+from spmdrl_kernels.reference import TorchRows
 from spmdrl_kernels.vocabulary import Vocabulary, new_state, open_vocabulary
 
 
@@ -52,12 +52,15 @@ def token_logprob(
     check_rows("logits", logits_TV, targets_T, temperature, None)
     check_settings(softcap, {})
     vocabulary = open_vocabulary(logits_TV.shape[1], targets_T, valid_vocab, group)
-    check_values(targets_T, temperature, vocabulary.total)
     scale_T = scale_of(temperature, len(logits_TV), wide(logits_TV), logits_TV.device)
     if logits_TV.stride(1) != 1 or logits_TV.stride(0) < logits_TV.shape[1]:
         # A kernel needs rows of adjacent columns that do not overlap in memory, because it may overwrite them.
         logits_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format).copy_(logits_TV)
-    return _TokenLogprob.apply(logits_TV, targets_T, scale_T, (vocabulary, softcap, backend), entropy, inplace_backward)
+    settings = vocabulary, softcap, backend
+    results = _TokenLogprob.apply(logits_TV, targets_T, scale_T, settings, entropy, inplace_backward)
+    # The kernel takes less than a millisecond, so a GPU would be idle while the host launches the checks before it.
+    check_values(targets_T, temperature, vocabulary.total)
+    return results
 
 
 def _blocks(operations, logits_TV: torch.Tensor, size: int):
@@ -81,15 +84,14 @@ class _TokenLogprob(torch.autograd.Function):
         vocabulary, softcap, backend = settings
         dtype = wide(logits_TV)
         operations = row_operations(backend, logits_TV.device, dtype)
-        state_4T = new_state(len(logits_TV), dtype, logits_TV.device)
+        state_4T = new_state(len(logits_TV), vocabulary.size, dtype, logits_TV.device)
         second = "entropy" if with_entropy else ""
         for rows, columns, logits_CV in _blocks(operations, logits_TV, vocabulary.size):
             scale_C = None if scale_T is None else scale_T[rows]
-            at_C = targets_T[rows] - (vocabulary.start + columns.start)
-            operations.add_stats_(operations.borrow(logits_CV), state_4T[:, rows], at_C, scale_C, softcap, second)
+            given = targets_T[rows], vocabulary.start + columns.start, scale_C, softcap, second, columns.start == 0
+            operations.add_stats_(operations.borrow(logits_CV), state_4T[:, rows], *given)
         vocabulary.merge_(state_4T, second)
-        logp_T, entropy_T, norm_2T = results_of(state_4T, with_entropy)
-        logp_T.masked_fill_(logp_T < LOWEST / 1e3, -torch.inf)
+        logp_T, entropy_T, norm_2T = operations.results(state_4T, targets_T, vocabulary.total, with_entropy)
         ctx.save_for_backward(logits_TV, targets_T, scale_T, norm_2T, entropy_T)
         ctx.settings, ctx.inplace = settings, inplace
         ctx.set_materialize_grads(False)
@@ -111,7 +113,8 @@ class _TokenLogprob(torch.autograd.Function):
         for rows, columns, block_CV in _blocks(operations, out_TV, vocabulary.size):
             gradient_CV = operations.logit_gradient(
                 operations.borrow(block_CV),
-                targets_T[rows] - (vocabulary.start + columns.start),
+                targets_T[rows],
+                vocabulary.start + columns.start,
                 None if scale_T is None else scale_T[rows],
                 softcap,
                 norm_2T[:, rows],

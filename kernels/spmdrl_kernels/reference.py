@@ -5,7 +5,7 @@ Shapes: a block of logits has C rows and V columns. `vocabulary.py` describes st
 
 import torch
 
-from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, rescale_
+from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, clear_, rescale_
 
 LOWEST = -1e30
 """Finite value that replaces a logit of -inf, because 0 * -inf is nan."""
@@ -35,15 +35,21 @@ class TorchRows:
         logits_CV: torch.Tensor,
         state_4C: torch.Tensor,
         targets_C: torch.Tensor,
+        offset: int,
         scale_C: torch.Tensor | None,
         softcap: float | None,
         second: str,
+        first: bool,
     ) -> None:
         """Update the state of a block's rows by the block's columns; overwrite the logits.
 
-        targets_C: column of each row's target in this block; a number outside of [0, V) if it is in another block.
+        targets_C: target of each row; its column in this block is the target minus `offset`, if that lies in [0, V).
         scale_C: 1 / temperature. second: what row SECOND of the state is for: `entropy`, `collision`, or `` for none.
+        first: whether these are the rows' first columns, so that the contents of the state are ignored.
         """
+        if first:
+            clear_(state_4C)
+        targets_C = targets_C - offset
         z_CV = self._scaled(logits_CV, scale_C, softcap)
         here_C = (targets_C >= 0) & (targets_C < z_CV.shape[1])
         at_C1 = torch.where(here_C, targets_C, 0)[:, None]
@@ -65,9 +71,11 @@ class TorchRows:
         kept_CV: torch.Tensor,
         kept_4C: torch.Tensor,
         targets_C: torch.Tensor,
+        offset: int,
         scale_C: torch.Tensor | None,
         softcap: float | None,
         second: str,
+        first: bool,
     ) -> None:
         """Round a block of logits into kept_CV; update state_4C by the exact logits and kept_4C by the rounded ones.
 
@@ -75,12 +83,31 @@ class TorchRows:
         """
         kept_CV.copy_(exact_CV)
         for logits_CV, into_4C in ((exact_CV, state_4C), (kept_CV, kept_4C)):
-            self.add_stats_(self.borrow(logits_CV), into_4C, targets_C, scale_C, softcap, second)
+            self.add_stats_(self.borrow(logits_CV), into_4C, targets_C, offset, scale_C, softcap, second, first)
+
+    def results(
+        self, state_4C: torch.Tensor, targets_C: torch.Tensor, vocab: int, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return logp [C], entropy [C] or None, and m and s [2, C] with p = s e^(y - m), from states of all columns.
+
+        m is the maximum of the logits y. If m were their logsumexp, rounding errors would be larger: at logits of 16,
+        the gradient of a likely token, 1 - p, would have an error of 1e-6 instead of 1e-7.
+
+        vocab: size of the vocabulary. The logp of a target outside of [0, vocab) is nan.
+        """
+        log_sum_C = state_4C[SUM].log()
+        logp_C = (state_4C[TARGET] - state_4C[MAX]).sub_(log_sum_C)
+        logp_C.masked_fill_(logp_C < LOWEST / 1e3, -torch.inf)
+        logp_C.masked_fill_((targets_C < 0) | (targets_C >= vocab), torch.nan)
+        # H = log sum e^z - sum e^z z / sum e^z, where z is y minus its maximum.
+        entropy_C = log_sum_C - state_4C[SECOND] / state_4C[SUM] if entropy else None
+        return logp_C, entropy_C, torch.stack([state_4C[MAX], state_4C[SUM].reciprocal()])
 
     def logit_gradient(
         self,
         logits_CV: torch.Tensor,
         targets_C: torch.Tensor,
+        offset: int,
         scale_C: torch.Tensor | None,
         softcap: float | None,
         norm_2C: torch.Tensor,
@@ -91,7 +118,7 @@ class TorchRows:
     ) -> torch.Tensor:
         """Return the gradient of a block of logits, in `dtype`, in a buffer or in the logits' memory; ignore out_CV.
 
-        norm_2C: the numbers m and s of `results_of`. The gradient is g (onehot - p) - e p (log p + H), times scale_C
+        norm_2C: the numbers m and s of `results`. The gradient is g (onehot - p) - e p (log p + H), times scale_C
         and the derivative of the softcap, where g and e are the upstream gradients of logp and of the entropy H.
         """
         z_CV = self._scaled(logits_CV, scale_C, softcap)
@@ -111,6 +138,7 @@ class TorchRows:
             p_CV = torch.exp(z_CV, out=self._buffer("exp", z_CV))
             added_C1 = g_C1 + e_C1 * (entropy_C + norm_2C[1].log())[:, None]
             z_CV.mul_(-e_C1 * share_C1).sub_(added_C1 * share_C1).mul_(p_CV)
+        targets_C = targets_C - offset
         here_C = (targets_C >= 0) & (targets_C < z_CV.shape[1])
         z_CV.scatter_add_(1, torch.where(here_C, targets_C, 0)[:, None], torch.where(here_C[:, None], g_C1, 0))
         return z_CV if slope_CV is None else z_CV.mul_(slope_CV)

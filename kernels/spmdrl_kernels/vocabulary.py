@@ -13,12 +13,27 @@ GATHERED = 4 * 2**20
 """Maximum number of elements that each rank sends in one all-gather."""
 
 
-def new_state(tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the state [4, tokens] before the first column."""
-    state_4T = torch.zeros(4, tokens, dtype=dtype, device=device)
-    # The maximum starts at half of the lowest finite number: differences from it stay finite, and their exp is 0.
-    state_4T[MAX] = torch.finfo(dtype).min / 2
+def lowest(dtype: torch.dtype) -> float:
+    """Return the maximum of a state before the first column: half of the dtype's lowest number.
+
+    Differences from it are finite, and their exp is 0. Differences from -inf could be nan.
+    """
+    return torch.finfo(dtype).min / 2
+
+
+def clear_(state_4T: torch.Tensor) -> torch.Tensor:
+    """Set a state [4, T] to that before the first column, in place; return it."""
+    state_4T.zero_()[MAX] = lowest(state_4T.dtype)
     return state_4T
+
+
+def new_state(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a state [4, tokens] for a part of the vocabulary with this number of columns.
+
+    Its values are undefined: the operation on the first columns sets them. If there are no columns, it is cleared.
+    """
+    state_4T = torch.empty(4, tokens, dtype=dtype, device=device)
+    return state_4T if columns else clear_(state_4T)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob, token_logprob
+from spmdrl_kernels.reference import TorchRows
 from spmdrl_kernels.triton_rows import TritonRows
 from spmdrl_kernels.vocabulary import new_state
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OF64 = torch.float64, torch.device(DEVICE)
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -144,15 +146,13 @@ def test_kernel_triton_writes_every_element_and_no_other(columns, dtype):
     targets, (g, e) = tokens_of(rows, columns), draw(2, rows, seed=9).float()
     operations = TritonRows(torch.float32, block.device)
     state = torch.full((6, rows), poison, device=DEVICE)
-    state[1:5] = new_state(rows, torch.float32, block.device)
-    operations.add_stats_(block, state[1:5], targets, None, None, "entropy")
+    operations.add_stats_(block, state[1:5], targets, 0, None, None, "entropy", True)
     assert torch.equal(block, logits) and state[0].isnan().all() and state[5].isnan().all()
-    norm = torch.stack([state[1], 1 / state[2]])
-    entropy = state[2].log() - state[3] / state[2]
+    logp, entropy, norm = operations.results(state[1:5], targets, columns, True)
     leaf = logits.double().requires_grad_()
     want = plain(leaf, targets)[:2]
-    close((state[4] - norm[0] + norm[1].log(), entropy), [x.detach() for x in want], 1e-5, "logp entropy")
-    result = operations.logit_gradient(block, targets, None, None, norm, entropy, g, e)
+    close((logp, entropy), [x.detach() for x in want], 1e-5, "logp entropy")
+    result = operations.logit_gradient(block, targets, 0, None, None, norm, entropy, g, e)
     assert result.data_ptr() == block.data_ptr()
     (dlogits,) = torch.autograd.grad(want, leaf, [g.double(), e.double()])
     close([block], [dlogits], LIMIT[dtype], "dlogits")
@@ -166,11 +166,24 @@ def test_kernel_triton_vocabulary_in_parts_with_empty_ones():
     logits, targets = draw(4, 90), tokens_of(4, 90)
     operations = TritonRows(torch.float64, logits.device)
     for second in ("entropy", "collision"):
-        whole, parts = (new_state(4, torch.float64, logits.device) for _ in range(2))
-        operations.add_stats_(logits, whole, targets, None, 2.0, second)
+        whole, parts, cleared = (new_state(4, 90 * n, torch.float64, logits.device) for n in (1, 1, 0))
+        operations.add_stats_(logits, whole, targets, 0, None, 2.0, second, True)
         for start, stop in ((0, 0), (0, 7), (7, 80), (80, 90), (90, 90)):
-            operations.add_stats_(logits[:, start:stop], parts, targets - start, None, 2.0, second)
+            operations.add_stats_(logits[:, start:stop], parts, targets, start, None, 2.0, second, start == 0)
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+        operations.add_stats_(logits, cleared, targets, 0, None, 2.0, second, False)
+        assert torch.equal(cleared, whole)
+
+
+def test_kernel_triton_results_are_those_of_plain_torch():
+    """A target outside of the vocabulary gives nan; 300 rows are more than one program processes."""
+    state, targets = draw(4, 300).abs() + 0.5, tokens_of(300, 50)
+    targets[:3] = torch.tensor([-1, 50, 10**12])
+    for entropy in (True, False):
+        got, want = (rows.results(state, targets, 50, entropy) for rows in (TritonRows(*OF64), TorchRows(OF64[0])))
+        assert got[0].isnan().nonzero().flatten().tolist() == [0, 1, 2]
+        for a, b in zip(got, want, strict=True):
+            assert a is b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

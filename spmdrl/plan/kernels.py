@@ -29,10 +29,14 @@ class Rows:
         for changed in (state_4C, kept_CV, kept_4C):
             COUNTED[0].numbers.forget(changed)
 
+    def results(self, state_4C, targets_C, vocab: int, entropy: bool) -> tuple[torch.Tensor, ...]:
+        """Replaces `TritonRows.results`."""
+        logp_C, entropy_C, norm_2C = state_4C[0].clone(), state_4C[1].clone() if entropy else None, state_4C[:2].clone()
+        return logp_C, entropy_C, norm_2C  # type: ignore[return-value]
+
     def logit_gradient(self, logits_CV, *args: Any, out_CV: torch.Tensor | None = None) -> torch.Tensor:
         """Replaces `TritonRows.logit_gradient`; returns the tensor into which the gradient is written."""
-        out = args[-1] if len(args) == 8 else out_CV
-        return logits_CV if out is None else out
+        return logits_CV if out_CV is None else out_CV
 
 
 def _tagged(paper: Paper, tag: str, function: Callable) -> Callable:
