@@ -15,7 +15,7 @@ from spmdrl.algos.rows import in_range
 from spmdrl.algos.samples import Result, Samples, finite
 
 SCORE = "score"
-"""Name of the total reward in the weights of `gdpo`."""
+"""Name of the total reward in the argument `weights` of `gdpo`."""
 
 
 def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
@@ -25,8 +25,8 @@ def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
 
         A = (r - mean of the group) / (std of the group + eps)
 
-    In a group of one the mean counts as 0 and the std as 1, so A is `r / (1 + eps)`. If the rewards of a group are
-    equal, A is exactly 0.
+    In a group of one the mean counts as 0 and the std as 1, so A is `r / (1 + eps)`. If the rewards of a larger group
+    are equal, A is exactly 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(normalise(score_N, groups, eps)[mine])
@@ -40,7 +40,7 @@ def dr_grpo(x: Samples) -> Result:
 
         A = r - mean of the group
 
-    In a group of one, A is `r`. If the rewards of a group are equal, A is 0.
+    In a group of one, A is `r`. If the rewards of a larger group are equal, A is 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(subtract_mean(score_N, groups)[mine])
@@ -53,7 +53,7 @@ def rloo(x: Samples) -> Result:
 
         A = r - mean of the other samples of the group
 
-    In a group of one, A is `r`. If the rewards of a group are equal, A is 0.
+    In a group of one, A is `r`. If the rewards of a larger group are equal, A is 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(leave_one_out(score_N, groups)[mine])
@@ -86,8 +86,9 @@ def reinforce_plus_plus_baseline(x: Samples) -> Result:
 
         A = (r - mean of the group), whitened
 
-    In a group of one, the number before the whitening is the reward itself. If the rewards of a group are equal, it is
-    0, and the whitening then subtracts the step's mean. If the rewards are equal within every group, A is exactly 0.
+    Before the whitening, a sample has the number `r` in a group of one, and 0 in a larger group with equal rewards. The
+    whitening subtracts the step's mean from these numbers, too. If every group has two or more samples with equal
+    rewards, A is exactly 0.
     """
     advantages_T = x.whiten(dr_grpo(x)[0])
     return advantages_T, advantages_T
@@ -100,7 +101,7 @@ def opo(x: Samples) -> Result:
 
         A = r - (sum over the group of length * r) / (sum over the group of length)
 
-    In a group of one, A is `r`. If the rewards of a group are equal, A is 0.
+    In a group of one, A is `r`. If the rewards of a larger group are equal, A is 0.
     """
     score_N, length_N, group_N, mine = x.everyone(x.scores, x.lengths, x.group)
     groups = Groups.of([group_N], score_N, length_N)
@@ -118,9 +119,9 @@ def gpg(x: Samples, *, f_norm: float = 1.0, count: str = "rewarded") -> Result:
 
     `count`: `rewarded` counts samples whose reward is not 0, as common implementations do. `mixed` counts samples of
     groups whose rewards differ, as the paper does, so alpha makes up for groups without a gradient. If no sample
-    counts, alpha is the number of samples.
+    counts, alpha is the number of samples of the step.
 
-    In a group of one, A is `alpha * r / f_norm`. If the rewards of a group are equal, A is 0.
+    In a group of one, A is `alpha * r / f_norm`. If the rewards of a larger group are equal, A is 0.
     """
     if f_norm == 0:
         raise ValueError("f_norm divides the advantages: it cannot be 0")
@@ -165,14 +166,14 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
     The part `score` is the reward that other estimators use. It includes the reward model's score, shaping and KL.
     `weights` is a mapping from names of parts to weights, in which a missing part has weight 0; or a list with one
     weight for each part in their order, in which case the score has weight 0. With None the score and every part have
-    weight 1. If the score is the sum of its parts, every part then counts twice: give weights to the parts only, as in
-    `--algo.part-weights right=1 format=0.5`.
+    weight 1, so every part counts twice if the score is the sum of its parts. To count it once, give weights to the
+    parts only, as in `--algo.part-weights right=1 format=0.5`.
 
-    It is an error if a sample lacks a part, if a part is not finite or if its name is `score`. A sample whose grading
-    timed out has 0 in all parts.
+    It is an error if a part has the name `score`, or if a sample lacks a part with a weight other than 0 or has a
+    value of this part that is not finite. A sample whose grading timed out has 0 in all parts.
 
     In a group of one, a part becomes `part / (1 + eps)` before the whitening. If a part is equal in all samples of a
-    group, it adds 0 to them.
+    larger group, it adds 0 to their sums.
     """
     if SCORE in x.parts:
         raise ValueError(
@@ -221,15 +222,15 @@ def _scores(x: Samples) -> tuple[torch.Tensor, Groups, torch.Tensor]:
 
 
 def _weights(weights: Mapping[str, float] | Sequence[float] | None, names: list[str]) -> dict[str, float]:
-    """Return a dict of name -> weight, for the score and the parts. names: names of the parts, in their order."""
+    """Return the given weights as a dict of name -> weight. names: names of the parts, in their order."""
     everything = [SCORE, *names]
     if weights is None:
         weights = dict.fromkeys(everything, 1.0)
     if not isinstance(weights, Mapping):
         if len(weights) != len(names):
             raise ValueError(
-                f"{len(weights)} weights for {len(names)} parts of the reward: {names}; to weigh the score too, give "
-                f"the weights by name, where {SCORE!r} is the score"
+                f"a list of weights must have one number for each part of the reward, {names}, and has {len(weights)}; "
+                f"to weigh the score, too, give the weights by name, where {SCORE!r} is the score"
             )
         weights = dict(zip(names, weights, strict=True))
     if unknown := sorted(set(weights) - set(everything)):

@@ -1,8 +1,8 @@
 """Reduces per-token losses to one number, with weights known before the first micro-batch.
 
 T: packed tokens of one micro-batch. A loss is `(loss_T * token_weights(...)).sum()`, summed over micro-batches and
-ranks. The weights divide by global counts, so the sum is the same for any division into micro-batches (law 2 of the
-design) that does not cut a sequence in two.
+ranks. The weights divide by global counts. Therefore the sum does not depend on how the batch is divided into
+micro-batches (law 2 of the design), as long as no sequence is cut in two.
 
 A sequence is one episode. An episode that branches is also one sequence, in which each sampled token of its paths
 occurs once.
@@ -40,7 +40,7 @@ def token_weights(
 ) -> torch.Tensor:
     """Return the weight of each token's loss, fp64 [T]; exactly 0 where the mask is False.
 
-    mode: what the sum of the weighted losses is, over all tokens and sequences of the whole batch:
+    mode: the quantity that the sum of the weighted losses over the whole batch equals:
 
     - `token-mean`: sum of all token losses / totals.tokens (DAPO, https://arxiv.org/abs/2503.14476)
     - `seq-mean-token-sum`: token losses summed within a sequence, mean over sequences
@@ -52,9 +52,9 @@ def token_weights(
     totals: counts over the whole batch. horizon: number of tokens, a constant of the run such as the longest allowed
     response (verl uses the width of its padded mask).
 
-    The weights are fp64, so that a sum over many tokens does not depend on their order at fp32 precision. If totals are
-    0 although a token is unmasked, its weight is nan, so that the mistake is seen. ValueError: unknown mode, shapes
-    that differ, horizon missing or not positive.
+    The weights are fp64, so that a sum over many tokens does not depend on their order at fp32 precision. If the total
+    that the mode uses is 0 although a token is unmasked, its weight is nan, so that the mistake is seen. ValueError:
+    unknown mode, shapes that differ, horizon missing or not positive.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")

@@ -88,8 +88,8 @@ def correction_weights(
         high: largest ratio that is kept; the kind sets a larger one to `high` or to 0. None: the default of the kind.
 
     Raises:
-        ValueError: an unknown kind; a low that is negative or above high; a low for a kind that only truncates from
-            above; shapes that do not fit.
+        ValueError: an unknown kind; a low that is negative or above high; a high that is not positive; a low for a kind
+            that only truncates from above; shapes that do not fit.
     """
     row = find(kind, CORRECTIONS, "rollout correction")
     if seq_T is None:
@@ -178,7 +178,7 @@ def disagreement(
 
 
 def finish_monitors(values: dict[str, float]) -> dict[str, float]:
-    """Return the numbers of a step, in which chi2 and ess replace the means of r and r^2.
+    """Return the measures of a step, with chi2 and ess in place of the means of r and r^2.
 
     `mismatch/chi2` = E[r^2] - 1 is the chi-square divergence of old from rollout. `mismatch/ess` = E[r]^2 / E[r^2] is
     the effective sample size as a share of the samples, in (0, 1]. Both use the ratios of tokens;
@@ -205,6 +205,6 @@ def _within(ratio: torch.Tensor, low: float | None, high: float | None) -> torch
 
 def _check_bounds(low: float | None, high: float | None) -> None:
     if (low is not None and not low >= 0) or (high is not None and not high > 0):
-        raise ValueError(f"bounds of a ratio must be positive, got low {low} and high {high}")
+        raise ValueError(f"the bounds of a ratio must be low >= 0 and high > 0, got low {low} and high {high}")
     if low is not None and high is not None and low > high:
         raise ValueError(f"low must not be above high, got {low} and {high}")

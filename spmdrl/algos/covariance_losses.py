@@ -3,12 +3,12 @@
 Source: https://arxiv.org/abs/2505.22617. At these tokens the log-probability and the advantage are both far from their
 means, on the same side. The tokens are selected from the whole batch (all micro-batches and ranks) before the loss is
 computed, and the loss finds them in `x.selected`. A selection within each micro-batch would depend on how the batch is
-divided (law 2 of the design).
+divided, which law 2 of the design forbids.
 
 A selection is `f(x: Selecting, **settings) -> bool [T]`, with the settings of its loss. It gathers from other ranks
-exactly twice, whatever the data are (law 1): first sums per sequence, then the best candidates of each rank. The result
-is bitwise equal for any distribution of sequences over ranks, because terms are added in ascending order, and equal
-candidates are taken in order of sample and then of token.
+exactly twice, whatever the data are (law 1 of the design): first sums per sequence, then the best candidates of each
+rank. The result is bitwise equal for any distribution of sequences over ranks, because terms are added in ascending
+order, and equal candidates are taken in order of sample and then of token.
 
 T: packed tokens (of one micro-batch in a loss, of the whole rank in a selection); B: sequences of this rank; N: rows of
 all ranks.
@@ -40,7 +40,8 @@ def kl_cov(x: LossInputs, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> L
         covariance of a token = (A - mean A) (logp - mean logp), means over the optimizer step's tokens of all ranks
         loss = -A r + kl_coef |logp - old_logp| at the selected tokens; -A r elsewhere
 
-    The selected tokens are those with the largest covariance: a share `cov_ratio` of all tokens, and at least one.
+    The selected tokens are those with the largest covariance: a share `cov_ratio` of all tokens, and at least one
+    unless `cov_ratio` is 0.
 
     Further stat: `selected_fraction`.
     """
@@ -69,9 +70,10 @@ def clip_cov(
 
         loss = PPO's; 0 at the selected tokens
 
-    The selected tokens are a share `cov_ratio` of all tokens. They are drawn from the tokens with
-    `cov_low < covariance < cov_high` that PPO does not clip. `kl_cov` defines the covariance. Whether a token is drawn
-    does not depend on the rank that has it.
+    The selected tokens are drawn from the tokens with `cov_low < covariance < cov_high` that PPO does not clip. Their
+    number is a share `cov_ratio` of all tokens, and at least one unless `cov_ratio` is 0; if there are fewer such
+    tokens, all of them are selected. `kl_cov` defines the covariance. Whether a token is drawn does not depend on the
+    rank that has it.
 
     Further stat: `selected_fraction`. `clip_fraction` is the share of tokens where PPO's clip decides the loss.
     """
@@ -156,7 +158,8 @@ def select_clip_cov(
     Source: https://arxiv.org/abs/2505.22617
 
     Of these candidates, it selects the max(1, int(cov_ratio * tokens)) of all ranks with the lowest `draw`, or every
-    candidate if there are fewer. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`.
+    candidate if there are fewer. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`, a
+    setting out of range.
     """
     check_share(cov_ratio)
     check_clip(clip_low, clip_high, most_low=1.0)

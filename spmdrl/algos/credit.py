@@ -1,9 +1,9 @@
 """Advantages that differ from token to token, and the combination of reward and cost.
 
 S: sampled tokens of this rank. The time of a token is the number of sampled tokens before it on its path (`tree.py`);
-tokens that a tool wrote do not count. Estimators are functions of `Samples`. Results do not depend on how the
-sequences are distributed over ranks. They raise ValueError if an input is missing or not finite, or if a setting is out
-of range.
+tokens that a tool wrote do not count. Estimators are functions of `Samples`. They raise ValueError if an input is
+missing or not finite, or if a setting is out of range. Results do not depend on how the sequences are distributed over
+ranks.
 """
 
 import torch
@@ -32,9 +32,10 @@ def gae(
         return_t = V_t + the same sum with critic_lam instead of lam, not whitened
 
     It needs a critic. Time counts sampled tokens only, so values and discounts skip the tokens that a tool wrote.
-    With `lam` 1 the advantage is the return minus the value; 0.95 is usual for short responses.
-    `length_adaptive` is VAPO's alpha (0.05 in https://arxiv.org/abs/2504.05118): it sets `lam = 1 - 1 / (alpha *
-    sampled tokens)`, at least 0, for the advantages but not for the returns. With `critic_lam` None, returns use `lam`.
+    With `lam` 1 the advantage before the whitening is the discounted reward-to-go minus the value; 0.95 is usual for
+    short responses. `length_adaptive` is VAPO's alpha (0.05 in https://arxiv.org/abs/2504.05118): it sets `lam` to
+    `1 - 1 / (alpha * sampled tokens)`, but to at least 0, for the advantages and not for the returns. With `critic_lam`
+    None, returns use `lam`.
 
     It ignores groups.
     """
@@ -67,11 +68,11 @@ def remax(x: Samples) -> Result:
 
         A_t = sum of the rewards from t on - reward of the greedy response to the same prompt
 
-    The engine samples one more response to every prompt, greedily. It is graded, but the policy does not learn
-    from it. Returns are the reward-to-go.
+    The engine samples one more response to every prompt, greedily. This greedy response is graded, but the policy does
+    not learn from it. Returns are the reward-to-go.
 
-    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If a response has the same outcome
-    reward as the greedy one, A is 0.
+    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If the only reward of a response is its
+    outcome and this equals the reward of the greedy response, A is 0.
     """
     baseline_B = x.need("baseline")
     returns_T = to_go(x, x.rewards, 1.0)
@@ -101,7 +102,8 @@ def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result
 
         A_t = reward_t + gamma * A_(t+1)
 
-    With `gamma` 0 the advantage of a token is the reward of this token. Returns are the sums before they are whitened.
+    With `gamma` 0 the advantage of a token is the reward of this token. With `whiten` the advantages are whitened over
+    the step, but the returns are not.
 
     It ignores groups.
     """
@@ -119,10 +121,10 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
     This is eq. 5 of the paper. The baseline of a sequence is the mean, over the other samples of its group, of their
     mean process reward per token. It is subtracted at every token before the sum, so a long run of tokens with average
     rewards adds nothing. Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file)
-    the process rewards are its scores of steps, and the implicit model is not built.
+    the process rewards are its scores of steps, and the paper's implicit reward model is not built.
 
-    In a group of one, the baselines of both terms are 0. If the outcome rewards of a group are equal, the outcome term
-    is 0 and the process term remains.
+    In a group of one, the baselines of both terms are 0. If the outcome rewards of a larger group are equal, the
+    outcome term is 0 and the process term remains.
     """
     in_range("gamma", gamma, 0, 1)
     process_T = x.need("process")
@@ -172,10 +174,10 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
         W_t = sum up to t of (1 - 2 p + sum over the vocabulary of p^2)            G_t = sum of the rewards from t on
         A_t = G_t - (sum over the group of W_t * G_t) / (sum over the group of W_t + eps)
 
-    `p` is the probability of the sampled token when the step began. `W_t` sums the squared norms of the gradient with
-    respect to the logits. The sums over the group run over the samples that reach time `t`. Returns are `G_t`. It costs
-    one more forward of the policy, for the sum over the vocabulary. Every rank stores four fp64 numbers for each
-    sampled token of all ranks.
+    `p` is the probability of the sampled token under the policy at the start of the training step. `W_t` sums the
+    squared norms of the gradient with respect to the logits. The sums over the group run over the samples that reach
+    time `t`. Returns are `G_t`. It costs one more forward of the policy, for the sum over the vocabulary. Every rank
+    stores four fp64 numbers for each sampled token of all ranks.
 
     The baseline is 0 at a time that only one sample reaches, because A would be 0 if the baseline were the return of
     that sample. In a group of one, A is `G_t`. If the rewards of a group are equal, A is 0 (up to `eps`) at times that

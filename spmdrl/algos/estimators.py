@@ -101,8 +101,8 @@ def compute_advantages(
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if unknown := sorted(given.keys() - {*PER_TOKEN, "baseline", "parts"}):
         raise ValueError(
-            f"{name} takes no {unknown[0]!r}{nearest(unknown[0], [*known, *PER_TOKEN])}; its settings are "
-            f"{', '.join(known) or 'none'}, inputs are {', '.join(PER_TOKEN)}, baseline, parts"
+            f"{name} takes no {unknown[0]!r}{nearest(unknown[0], [*known, *PER_TOKEN])}; its settings: "
+            f"{', '.join(known) or 'none'}; inputs: {', '.join(PER_TOKEN)}, baseline, parts"
         )
     if group is None and estimator.compares:
         raise ValueError(f"{name} compares samples of one prompt: pass group, a number or string for each row")
@@ -143,9 +143,9 @@ def _at_tokens(
 
 
 def _numbered(group: Any, rows: int) -> torch.Tensor:
-    """Return groups as int64 [B], numbered in the order in which they first appear."""
+    """Return groups as int64 [B], numbered in the order in which they first appear; one group if `group` is None."""
     items = [0] * rows if group is None else group.tolist() if hasattr(group, "tolist") else list(group)
     if len(items) != rows or any(isinstance(item, list) for item in items):
-        raise ValueError(f"group must hold one number or string for each of the {rows} rows, got {len(items)}")
+        raise ValueError(f"group must be [{rows}], one number or string for each row, got {len(items)} entries")
     numbers: dict[Any, int] = {}
     return torch.tensor([numbers.setdefault(item, len(numbers)) for item in items], dtype=torch.int64)

@@ -93,9 +93,9 @@ def shortage(name: str, kept: int, sampled: int, wanted: int, rounds: int) -> st
     )
     if not kept:
         return shortfall + (
-            "look at the rewards in samples.jsonl, where every prompt may be too hard or too easy, and choose a milder "
-            "--filter.keep; a higher --filter.max-rounds or a lower --rollout.prompts-per-step helps only where some "
-            "prompts pass"
+            "look at the rewards in samples.jsonl, because every prompt may be too hard or too easy, and choose a "
+            "milder --filter.keep; a higher --filter.max-rounds or a lower --rollout.prompts-per-step helps only where "
+            "some prompts pass"
         )
     return shortfall + (
         f"raise --filter.max-rounds (to about {math.ceil(wanted * rounds / kept)} at this rate), choose a milder "

@@ -42,7 +42,8 @@ def k2(d: torch.Tensor) -> torch.Tensor:
 
 
 def k3(d: torch.Tensor) -> torch.Tensor:
-    """Unbiased, never negative. Its gradient is on average that of KL(reference || policy).
+    """Unbiased but for its upper bound of 10, never negative. Its gradient is on average that of
+    KL(reference || policy).
 
     value: exp(-d) - 1 + d; gradient: 1 - exp(-d)
     """
@@ -107,13 +108,13 @@ def adaptive_coef(coef: float, kl: float, target: float, horizon: float, samples
 
     The result is coef * (1 + e * samples / horizon) with e = kl / target - 1 clipped to +-0.2. kl, target: in nats,
     both per token or both per sequence (as in the paper). samples: number of sequences of the step. horizon: number of
-    sequences over which the coefficient changes by at most 20 %. ValueError: negative coef, target or horizon not
+    sequences over which the coefficient changes by about 20 % at most. ValueError: negative coef, target or horizon not
     positive, more than 5 horizons in one step (the coefficient could turn negative), kl not finite.
     """
     if not coef >= 0 or not target > 0 or not horizon > 0:
         raise ValueError(f"coef must be >= 0, target and horizon > 0, got {coef}, {target} and {horizon}")
     if not 0 <= samples <= 5 * horizon:
-        raise ValueError(f"horizon must be at least a fifth of the step's {samples:g} samples, got {horizon:g}")
+        raise ValueError(f"horizon must be at least a fifth of the samples of a step, {samples:g}, got {horizon:g}")
     if not math.isfinite(kl):
         raise ValueError(
             f"the measured KL is {kl}: the policy or the reference gave a log-probability that is not a number"

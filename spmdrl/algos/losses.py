@@ -31,7 +31,7 @@ class Loss:
     scope: Literal["token", "sequence", "one per sequence"] = "token"
     """The logp values on which the loss of a token depends: `token`, that of the token only; `sequence`, those of its
     whole sequence; `one per sequence`, those of its whole sequence, and all tokens of a sequence have the same loss.
-    Only a mean over sequences has a meaning for `one per sequence`, so a run then always uses the aggregation above.
+    Only a mean over sequences has a meaning for `one per sequence`, so for such a loss a run always uses `aggregation`.
     (For `gspo`, the losses of a sequence are equal only if its advantages are.)"""
     select: Callable[..., torch.Tensor] | None = None
     """Function that selects tokens from the whole batch before the loss is computed, for `LossInputs.selected`. It
@@ -115,8 +115,8 @@ def compute_loss(
     known = settings_of(loss.function)
     for key in settings.keys() - {*known, *INPUTS}:
         raise ValueError(
-            f"{name} takes no {key!r}{nearest(key, [*known, *INPUTS, 'draw'])}; its settings are "
-            f"{', '.join(known) or 'none'}, tensors are {', '.join(INPUTS)}, draw"
+            f"{name} takes no {key!r}{nearest(key, [*known, *INPUTS, 'draw'])}; its settings: "
+            f"{', '.join(known) or 'none'}; tensors: {', '.join(INPUTS)}, draw"
         )
     find(aggregation or loss.aggregation, dict.fromkeys(AGGREGATIONS), "aggregation")
     if aggregation is None or loss.scope == "one per sequence":
@@ -125,12 +125,12 @@ def compute_loss(
         raise ValueError(f"logp must be a tensor of floats, got {getattr(logp, 'dtype', type(logp).__name__)}")
     mask_T, seq_T, shape = unpad(mask)
     as_tensor("logp", logp, shape)
-    # bfloat16 cannot represent a ratio of 1 + 4e-4, so half precision is computed in float32.
+    # bfloat16 cannot represent a ratio of 1 + 4e-4, so the loss of half-precision inputs is computed in float32.
     logp_T = (logp if logp.dtype in (torch.float32, torch.float64) else logp.float()).flatten()
     given = {"old_logp": old_logp, "advantages": advantages} | {k: settings.pop(k, None) for k in INPUTS}
     columns = {k: as_tensor(k, v, shape).flatten().to(logp_T) for k, v in given.items() if v is not None}
     if isinstance(given["entropy"], torch.Tensor):
-        columns["entropy"] = given["entropy"].flatten()  # it keeps its gradient, unlike the other inputs
+        columns["entropy"] = given["entropy"].flatten()  # unlike the other columns, it keeps its gradient
     mask_T, seq_T = mask_T.to(logp.device), seq_T.to(logp.device)
     x = LossInputs(logp=logp_T, mask=mask_T, seq=seq_T, **columns)
     if x.selected is not None:

@@ -32,8 +32,8 @@ class Pairs:
     rejected_tokens: torch.Tensor
     """Number of tokens of each response."""
     matched: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of a loss that sorts -> [P, 2], without gradient: the values with which the chosen and the rejected side of
-    each pair are compared. Both sides of a comparison have the same rank among the values of the step."""
+    """Name of a loss that sorts -> [P, 2], without gradient: the values with which the loss compares the chosen and the
+    rejected response of each pair. Values that are compared have the same rank among the values of the step."""
 
     @property
     def ratio_chosen(self) -> torch.Tensor:
@@ -149,7 +149,7 @@ def sigmoid_norm(x: Pairs, *, beta: float, label_smoothing: float, divergence: s
 
 
 def aot(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """AOT for pairs (https://arxiv.org/abs/2406.05882): the policy's margin minus the reference's of the same rank."""
+    """AOT for pairs (https://arxiv.org/abs/2406.05882): compares margins of policy and reference with the same rank."""
     return _smoothed(beta * (x.chosen - x.rejected - x.matched["aot"][:, 0]), label_smoothing)
 
 
@@ -196,19 +196,20 @@ def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, to
 
 
 def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return, for each element of `mine`, the element of `others` with the same rank. Equals are ranked by index."""
+    """Return for each element of `mine` the element of `others` with its rank. Equal elements are ranked by index."""
     rank = torch.argsort(torch.argsort(mine, stable=True), stable=True)
     return others.sort().values[rank]
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, centre: float) -> torch.Tensor:
-    """Return the loss of a reward model per pair, [P]: minus the log-probability that the chosen response wins.
+    """Return the loss of a reward model per pair, [P]: minus the log-probability that the chosen response wins by the
+    margin, plus a centring term.
 
     Source: Bradley and Terry, 1952
 
     chosen, rejected: scores of the responses. margin: difference of scores that the loss demands (Llama 2,
-    https://arxiv.org/abs/2307.09288). centre: weight of the squared sum of both scores, a term that keeps the mean
-    score near 0 (https://arxiv.org/abs/2312.09244).
+    https://arxiv.org/abs/2307.09288). centre: weight of the centring term, the squared sum of both scores, which keeps
+    the mean score near 0 (https://arxiv.org/abs/2312.09244).
     """
     return -logsigmoid(chosen - rejected - margin) + centre * (chosen + rejected) ** 2
 
@@ -270,7 +271,10 @@ class PreferenceLoss:
         return (*settings_of(self.function), *(("wanted_weight", "unwanted_weight") if self.labelled else of_pairs))
 
     def of(self, x: Pairs | Labelled, settings: Any, *shift: float) -> torch.Tensor:
-        """Return the loss of each pair or response. settings: object whose attributes are the settings of the loss."""
+        """Return the loss of each pair or response.
+
+        settings: object whose attributes are the settings of the loss. shift: one number if `labelled`, else none.
+        """
         return self.function(x, *shift, **{name: getattr(settings, name) for name in settings_of(self.function)})
 
 

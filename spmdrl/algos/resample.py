@@ -2,7 +2,7 @@
 
 Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks, in sample order, so that every rank draws
 the same sequences. A method is `f(score_N, groups, power)` and returns the relative frequency of each sequence, fp64
-[N], >= 0. Samples of a group with equal scores get the same weight, so the order of the samples makes no difference.
+[N], >= 0. Samples of a group with equal scores get the same weight, so weights do not depend on the order of samples.
 """
 
 from collections import deque
@@ -36,18 +36,19 @@ def max_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Ten
 
 
 def best_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """Within each group: 1/2 for the best sample; the other samples share 1/2 equally."""
+    """Within each group: 1/2 for the best sample; the other samples share 1/2 equally. A single sample gets 1."""
     best_N = groups.high(score_N)
     is_best_N = score_N == best_N
     size_N, tied_N = groups.size_N, groups.sum(is_best_N.double())
     other_N = 0.5 / (size_N - 1).clamp(min=1)
-    # If k samples are the best, each gets the mean of 1/2 and k - 1 times the weight of a sample that is not the best.
+    # If k samples are equally the best, they share one weight of 1/2 and k - 1 weights of a sample that is not the
+    # best.
     best_weight_N = torch.where(is_best_N, (0.5 + (tied_N - 1) * other_N) / tied_N, other_N)
     return torch.where(best_N == groups.low(score_N), 1 / size_N, best_weight_N)
 
 
 def best_worst(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """Within each group: 1/2 for the best sample, 1/2 for the worst."""
+    """Within each group: 1/2 for the best sample, 1/2 for the worst. A single sample gets 1."""
     ends = [score_N == end_N for end_N in (groups.high(score_N), groups.low(score_N))]
     best_N, worst_N = (0.5 * is_end_N / groups.sum(is_end_N.double()) for is_end_N in ends)
     return best_N + worst_N
@@ -112,7 +113,7 @@ class Buffer(Generic[Item]):
 
     def append(self, step: int, items: Iterable[Item]) -> None:
         """Add items of a step, the one added last or a later one, and drop steps whose age reaches `steps`."""
-        assert not self._held or step >= self._held[-1][0], f"step {step} comes after {self._held[-1][0]}"
+        assert not self._held or step >= self._held[-1][0], f"step {step} was added after step {self._held[-1][0]}"
         if not self._held or step > self._held[-1][0]:
             self._held.append((step, []))
         self._held[-1][1].extend(items)

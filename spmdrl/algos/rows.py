@@ -29,7 +29,7 @@ def paper_of(function: Callable) -> str:
 
 
 def find(name: str, table: Mapping[str, F], what: str) -> F:
-    """Return table[name]. what: what the table holds, for the message, such as "loss".
+    """Return table[name]. what: kind of the table's entries, for the message, such as "loss".
 
     ValueError: an unknown name; the message lists all names and suggests the nearest one.
     """
@@ -47,7 +47,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def in_range(name: str, value: float, low: float, high: float = LARGEST) -> float:
     """Return the value of a setting. ValueError: the value is not in [low, high]; the message has `name`."""
     if not low <= value <= high:  # nan is refused, too
-        raise ValueError(f"{name} must be {f'in {low} .. {high}' if high < LARGEST else f'{low} or more'}, got {value}")
+        wanted = f"in {low} .. {high}" if high < LARGEST else f"finite and >= {low}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
     return value
 
 

@@ -72,7 +72,7 @@ class Samples:
     ends: torch.Tensor | None = _given(
         "T", about="a mark, 1 instead of 0, at the tokens where a step ends", default=None
     )
-    """1 at each token where a step ends that has a score in `process`, 0 at other tokens."""
+    """1 at each token that ends a step with a score in `process`, 0 at other tokens."""
     turn: torch.Tensor | None = _given("T", "integers", default=None)
     """Number of each token's turn. Turns of a sequence are numbered 0, 1, ... in order of creation. None: every run of
     sampled tokens is a turn."""
@@ -204,7 +204,7 @@ def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> to
     name: name of the input, for the message. per_token: True for an input [T], which is checked where the mask is True.
 
     Raises:
-        ValueError: a value is larger than that or not a number; the message lists the sequences.
+        ValueError: an absolute value is larger or not a number; the message lists the sequences.
     """
     bad = ~(value.abs() <= LARGEST)  # nan counts as bad, too
     bad = x.seq[x.mask & bad].unique() if per_token else bad.nonzero().flatten()
@@ -218,7 +218,8 @@ def check(x: Samples) -> None:
     """Check shapes, dtypes and rewards. Whether optional inputs are finite is checked by the estimators that use them.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, rewards that are not finite, integers beyond 2^53.
+        ValueError: shapes or dtypes that do not fit, rewards that are not finite, integers beyond 2^53, a `seq` that
+            does not ascend.
     """
     shapes = {"T": tuple(x.mask.shape), "B": tuple(x.group.shape)}
     if x.mask.ndim != 1 or x.mask.dtype != torch.bool or x.group.ndim != 1:

@@ -27,7 +27,7 @@ def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> L
     Source: https://arxiv.org/abs/2507.18071
 
         s = exp(mean over the sequence of logp - old_logp)
-        loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), a mean over sequences
+        loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), averaged over sequences
 
     In the paper all tokens of a sequence have one advantage, and the gradient is that of `s`. If the advantages differ
     within a sequence, the gradient of each token uses the advantage of that token, as in the paper's GSPO-token. The
@@ -61,7 +61,7 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Los
 
     Source: https://arxiv.org/abs/2507.20673
 
-        loss = -A exp(mean over the sequence of the clipped log ratios), a mean over sequences
+        loss = -A exp(mean over the sequence of the clipped log ratios), averaged over sequences
         log r is at most clip_high where A > 0, at least -clip_low where A < 0, and counts as 0 where A = 0
 
     In the loss, `A` is the mean advantage of the sequence; in the clip, `A` is the advantage of the token. The clip
@@ -88,7 +88,7 @@ def sppo(x: LossInputs, *, eta: float = 1.0) -> LossResult:
 
     Source: https://arxiv.org/abs/2405.00675
 
-        loss = (sum over the sequence of (logp - old_logp) - eta A)^2, a mean over sequences
+        loss = (sum over the sequence of (logp - old_logp) - eta A)^2, averaged over sequences
 
     `A` is the mean advantage of the sequence. It should be the probability that the response beats the current policy,
     minus 1/2; the advantage `win_rate` estimates this number. The default of `eta` is for rewards on the scale of a log

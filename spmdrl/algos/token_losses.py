@@ -5,9 +5,9 @@ A loss is `f(x: LossInputs, **settings) -> (loss_T, stats)`. loss_T is not aggre
 the number of unmasked tokens is their mean. Stats that several losses share: `ratio` = exp(logp - old_logp); `old_kl` =
 old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decides the loss.
 
-Every log ratio is clamped to +-20 before exp. Every loss is multiplied by `x.weights`. If a setting is out of its
-range, the loss raises a ValueError that names the setting. In formulas, `r` is the ratio of a token, `A` its advantage,
-and `sg` stops the gradient.
+Every log ratio is clamped to +-20 before exp. Every loss is multiplied by `x.weights`, if they are given. If a setting
+is out of its range, the loss raises a ValueError that names the setting. In formulas, `r` is the ratio of a token, `A`
+its advantage, and `sg` stops the gradient.
 """
 
 import torch

@@ -16,7 +16,7 @@ from spmdrl.algos.samples import Samples
 
 @dataclass(frozen=True)
 class Turns:
-    """The n turns that have a sampled token, by sequence and then in order of creation."""
+    """The n turns that have a sampled token, sorted by sequence and then by creation."""
 
     of_S: torch.Tensor
     """int64: index of each sampled token's turn among the n turns."""
@@ -145,7 +145,7 @@ def _tree(x: Samples) -> Turns:
     """Return the turns of sequences with `x.parent`."""
     assert x.parent is not None
     if x.turn is None:
-        raise ValueError("parent has numbers of turns: give turn, too")
+        raise ValueError("parent holds numbers of turns: give turn, too")
     seq_S, turn_S, parent_S = (column_T[x.mask] for column_T in (x.seq, x.turn, x.parent))
     early_S = (turn_S < 0) | (parent_S < -1) | (parent_S >= turn_S)
     _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, unlike")

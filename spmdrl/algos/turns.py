@@ -16,7 +16,7 @@ from spmdrl.algos.tree import Turns, depths, discount, td_errors
 
 
 def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
-    """RLOO per turn: the return of a turn minus the mean return of the turns at the same depth.
+    """RLOO per turn: the return of a turn minus the mean return of other samples' turns at the same depth.
 
     Source: https://arxiv.org/abs/2402.14740
 
@@ -28,8 +28,8 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
     the mean, because the return of a later turn depends on this turn. With one turn in each sample it equals `rloo`. If
     the data has no turns, every run of sampled tokens is a turn.
 
-    A is `G_n` in a group of one, and at a depth that no other sample reaches. If the returns of a group at a depth are
-    equal, A is exactly 0.
+    A is `G_n` in a group of one, and at a depth that no other sample reaches. If two or more samples of a group reach a
+    depth and all returns at this depth are equal, A is exactly 0.
     """
     turns = Turns.of(x)
     return_n, depth_n = _returns(x, turns, gamma), depths(turns.after_n)
@@ -88,7 +88,8 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
     turn whose state no other turn of the group has. An environment gives its state by `state_key`
     (docs/credit.md#states); without `state_key` the history is the state. A turn with two states is an error.
 
-    In a group of one, the episode's term is `r / (1 + eps)`. If all rewards of a group are equal, A is 0.
+    In a group of one, the episode's term is `r / (1 + eps)`, or `r` with `std` False. If the total rewards of a larger
+    group are equal, the episode's term is 0.
     """
     turns = Turns.of(x)
     return_n = _returns(x, turns, gamma)

@@ -126,7 +126,7 @@ def _try(args: argparse.Namespace) -> int:
         for number in range(args.episodes):
             print(f"\n-- episode {number + 1}, seed {args.seed + number}")
             total += by_model(play, player, row, args.seed + number, args.turns)
-        print(f"\n{args.episodes} episodes, {total / args.episodes:g} on average")
+        print(f"\nepisodes: {args.episodes}; rewards of an episode on average: {total / args.episodes:g}")
         return 0
 
 

@@ -50,7 +50,7 @@ class ToolResult:
 
 
 def tool_result(result: object, longest: int, cut: str) -> ToolResult:
-    """Return a tool's result as text of at most `longest` characters. A note marks the place where text was cut.
+    """Return a tool's result as text. A text of more than `longest` characters is cut, and a note marks the place.
 
     result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` may have: text, bytes (UTF-8), a JSON
     value, or another object. Other objects are converted by `str()`, whose errors are not caught. cut: the part of a
@@ -140,7 +140,7 @@ def _is_reward(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value or text for an object. The result is the same in every process."""
+    """Return a JSON value or text for an object. It is the same in every process if the object's `__str__` is."""
     if isinstance(value, Set):  # the order of a set differs between processes
         return sorted(value, key=str)
     if isinstance(value, bytes | bytearray):

@@ -38,7 +38,8 @@ def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool)
         else:
             out[key] = value
     if lacking := [key for key in required if key not in out]:
-        raise ArgumentsError(f"the call of {name} lacks the argument {', '.join(map(str, lacking))}")
+        many = "s" if len(lacking) > 1 else ""
+        raise ArgumentsError(f"the call of {name} lacks the argument{many} {', '.join(map(str, lacking))}")
     return out
 
 

@@ -84,9 +84,9 @@ class Attempts:
         return {"score": kept, "first": scores[0], "attempts": float(len(self._scores)), "format": tagged}
 
     def state(self) -> dict[str, Any]:
-        """Return the scores of the attempts so far."""
+        """Return the scores of the attempts so far, and the number of attempts with tags."""
         return {"scores": self._scores, "tagged": self._tagged}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the scores that `state` returned."""
+        """Restore what `state` returned."""
         self._scores, self._tagged = list(state["scores"]), state["tagged"]

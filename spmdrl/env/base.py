@@ -98,8 +98,7 @@ class Reply:
     """Reason for a failure of the environment itself, for the log; the episode is dropped. Empty if it did not fail."""
     counts: dict[str, float] = field(default_factory=dict)
     """Counts of a turn: calls, failed_calls (calls that raised an exception), timeouts, cut (texts that were cut),
-    malformed (calls that could not be made), and seconds (the time of the turn, the only number that depends on the
-    machine)."""
+    malformed (calls that could not be made), and seconds (the time of the turn)."""
     replayed: list[list[dict[str, Any]]] = field(default_factory=list)
     """The environment's messages after each replayed turn, in a reply to `open`."""
     replayed_anew: list[int] = field(default_factory=list)

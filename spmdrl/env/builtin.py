@@ -50,7 +50,8 @@ class _Game:
 
 
 class Guess(_Game):
-    """A game of guessing a number. The first number in a message is the guess; the answer is `higher` or `lower`.
+    """A game of guessing a number. The first number in a message is the guess; the answer to a wrong guess is `higher`
+    or `lower`.
 
     The reward is 1 for the right number, minus `late` for each wrong guess before it, and 0 if it is not found. Binary
     search finds each of n numbers within log2(n) + 1 guesses.

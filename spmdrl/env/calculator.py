@@ -11,9 +11,10 @@ from spmdrl.env.base import Stateless
 LONGEST = 1_000
 """Maximum number of characters in an expression."""
 MOST_BITS = 14_000
-"""Maximum number of bits in a numerator or denominator. They hold about 4,200 digits; Python prints at most 4,300."""
+"""Maximum number of bits in a numerator or denominator, for about 4,200 digits; Python prints at most 4,300."""
 MOST_DIGITS = 60
-"""Maximum number of digits after the decimal point of a number, and of characters in a fraction, printed exactly."""
+"""A decimal is printed exactly up to this number of digits after the point, a fraction up to this number of characters.
+"""
 WORDS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\u00a0": " "})
 """Characters that are replaced by Python's operators and spaces."""
 OPERATORS: dict[type[ast.AST], Any] = {
@@ -110,7 +111,8 @@ def shown(value: Fraction) -> str:
     """Return a number as text.
 
     Whole numbers, and decimals of up to `MOST_DIGITS` digits after the point, are exact. A fraction is followed by its
-    first digits, as in `1/3 (about 0.333333333333333)`; if it is longer than `MOST_DIGITS`, only these are returned.
+    first digits, as in `1/3 (about 0.333333333333333)`. Of a fraction with more than `MOST_DIGITS` characters, only the
+    first digits are returned.
     """
     if value.denominator == 1:
         return str(value.numerator)

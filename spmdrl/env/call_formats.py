@@ -1,7 +1,7 @@
 """Parsers of tool calls, one for each form in which models write them: text -> (text without calls, calls).
 
-The docstring of each parser shows the form and names its source. `tools` are OpenAI function schemas: forms that write
-values as plain text need them to distinguish `1` from `"1"`.
+The docstring of each parser shows the form and names its source. `tools` are OpenAI function schemas: parsers of forms
+that write values as plain text need them to distinguish `1` from `"1"`.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Code that the parsers of tool calls share: JSON inside a text, calls between tags, and conversions of values.
 
-Every parser runs in linear time: it never goes back in the text, and stops after `MOST_CALLS` calls.
+Every parser runs in linear time, because it stops after `MOST_CALLS` calls or failed attempts to read one.
 """
 
 import ast

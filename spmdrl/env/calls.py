@@ -18,7 +18,7 @@ def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], s
     """Return the content, the calls and the thought of an assistant's turn. Any text is accepted.
 
     Args:
-        text: the turn, decoded with special tokens but without the token that ends it, which only gpt_oss accepts.
+        text: the turn, decoded with special tokens but without the token that ends it; `gpt_oss` may have this token.
         format: a name of `FORMATS`.
         tools: OpenAI function schemas, which give the types of arguments in forms that write them as plain text.
 

@@ -78,8 +78,8 @@ class EnvInstance:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
         may_come = hasattr(self._environment, "tools") and not opened
         if not tools and not may_come and not hasattr(self._environment, "step"):
-            why = "so nothing answers the model: write def step(self, message), or tools, which are public methods"
-            raise FailedError(f"has neither tools nor step, {why} with types and a docstring, or a list `tools`")
+            why = "so nothing answers the model: write def step(self, message), or tools: public methods with types"
+            raise FailedError(f"has neither tools nor step, {why} and a docstring, or a list `tools` of functions")
         return tools
 
     async def open(self, seed: int, state: Any, turns: list[dict], digests: list[str]) -> dict[str, Any]:
@@ -110,8 +110,8 @@ class EnvInstance:
             anew += [i] if answer.anew else []
             if i < len(digests) and digest(answer.messages) != digests[i]:
                 raise FailedError(
-                    f"gave other messages when turn {i + 1} was run again: one that depends on more than row and seed "
-                    "needs state() and restore(state)"
+                    f"gave other messages when turn {i + 1} was run again: an environment that depends on more than "
+                    "row and seed needs state() and restore(state)"
                 )
             replayed.append(answer.messages)
         tools = [tool.schema for tool in self._tools.values()]

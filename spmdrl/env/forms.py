@@ -140,7 +140,7 @@ def mcp_settings(name: str) -> dict[str, Any]:
 def _library(found: Any, name: str) -> Form | None:
     """Return the form of a class that was written for another library; None if no library accepts it.
 
-    found: the class or a `functools.partial` of it; None for names that only a library resolves, as `gymnasium:ID`.
+    found: the class or a `functools.partial` of it; None for a name that only a library knows, such as `gymnasium:ID`.
     """
     for kind, library in LIBRARIES.items():
         if library.is_mine(found, name):

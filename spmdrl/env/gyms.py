@@ -91,9 +91,10 @@ def _prefix(name: str) -> str:
 def _kind(target: type) -> str:
     """Return the library whose interface a class has, or "".
 
-    A subclass of a library's class has the interface of that library. Another class has Gymnasium's interface if it has
-    `step` and either `action_space` or a `reset` with no other parameters than `seed` and `options`. This excludes
-    TRL's classes, whose `reset` takes the columns of a row, and this project's, whose `step` takes `message`.
+    A subclass of a library's class has the interface of that library; old Gym counts as Gymnasium. Another class with
+    `step` and `reset` has Gymnasium's interface if it has `action_space`, or if `reset` has no parameters but `seed`
+    and `options` and `step` takes something other than `message`. The second condition excludes TRL's classes, whose
+    `reset` takes the columns of a row, and this project's, whose `step` takes `message`.
     """
     roots = {base.__module__.partition(".")[0] for base in target.__mro__}
     for kind in ("skyrl_gym", "textarena", "gymnasium"):
@@ -182,8 +183,8 @@ class Skyrl:
     """An environment of skyrl-gym (https://github.com/NovaSky-AI/SkyRL), a subclass of its BaseTextEnv.
 
     As in skyrl-gym's generator, each episode makes a new environment. The environment gets `env_config` from the
-    settings, and the row's columns except `prompt` and `env_class` as `extras`. Its `postprocessed_action` is ignored,
-    since sampled tokens are never changed. The numbers of `get_metrics` are parts of the reward.
+    settings, and the row's columns except `prompt` and `env_class` as `extras`. If it returns a `postprocessed_action`,
+    this is ignored, since sampled tokens are never changed. The numbers of `get_metrics` are parts of the reward.
     """
 
     def __init__(self, make: Callable[..., Any], settings: dict[str, Any]):
@@ -235,11 +236,11 @@ class _Config(dict):
 class TextArena:
     """A game for one player from TextArena (https://github.com/LeonGuertler/TextArena).
 
-    The game's observation wrappers repeat the complete game at each turn. Therefore only new observations are read,
-    from the unwrapped game and without the player's moves, which the conversation already contains. Its action wrappers
-    are still used. The game gives its reward when it ends. Games draw from Python's global random generator, so each
-    game gets a separate state of it, seeded by the row's column `seed`, which all samples of a prompt share, or by the
-    seed of the sample.
+    At each turn, a game's observation wrappers return earlier observations again, usually the whole history. Therefore
+    only new observations are read, from the unwrapped game and without the player's moves, which the conversation
+    already contains. The game's action wrappers are still used. The game gives its reward when it ends. Games draw from
+    Python's global random generator, so each game gets a separate state of it, seeded by the row's column `seed`, which
+    all samples of a prompt share, or by the seed of the sample.
     """
 
     _one_at_a_time = threading.Lock()

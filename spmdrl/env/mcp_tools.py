@@ -38,7 +38,9 @@ _shared: dict[str, Slot] = {}
 
 
 class Mcp:
-    """The tools of an MCP server. Each episode starts a server, or connects to one. Needs the package mcp."""
+    """The tools of an MCP server. Each episode starts a server or connects to one, unless `shared` is true. Needs the
+    package mcp.
+    """
 
     def __init__(
         self,

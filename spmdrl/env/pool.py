@@ -20,15 +20,15 @@ log = logging.getLogger("spmdrl")
 
 
 class Pool:
-    """Environments that are open in `workers` processes. Use a pool from one thread only; the processes die with it.
+    """Environments that are open in `workers` processes. Use a pool from one thread only; they die with this thread.
 
     Each environment works on one request at a time; `poll` returns the replies. An environment that failed answers
     every further request with its failure until it is closed.
 
-    When a call exceeds its time limit, its environment is opened anew, by `restore` or by running its turns again, and
-    the current turn is run again without the call. If the call still runs a second later, its process takes no new
-    requests and exits after its current ones. When a process dies or hangs, its requests run again one by one, to find
-    the request at fault.
+    When a call exceeds its time limit and cannot be cancelled, its environment is opened anew, by `restore` or by
+    running its turns again, and the current turn is run again without the call. If the call still runs a second later,
+    its process takes no new requests and exits after its current ones. When a process dies or hangs, the requests that
+    may be at fault run again one by one, to find the one that is.
     """
 
     def __init__(self, workers: int, settings: PoolSettings | None = None):
@@ -93,8 +93,8 @@ class Pool:
     def state(self, key: Hashable) -> Any:
         """Return the environment's state after the last reply, a JSON value that `open` can restore.
 
-        While a turn is running, this is the state before the turn, which must then be sent again. Return None if the
-        environment must be opened by a replay of its turns.
+        While a turn is running, this is the state before the turn, so the turn must be sent again after the state is
+        restored. Return None if the environment must be opened by a replay of its turns.
         """
         record = self._records[key]
         return None if record.turns or record.failure else record.state

@@ -27,7 +27,7 @@ class Host(Process):
 
 
 class Hosts(Processes[Host]):
-    """A fixed number of processes for environments, and retired ones, which are killed when they hold none."""
+    """A fixed number of processes for environments, and retired processes, which are killed when they hold none."""
 
     def __init__(self, count: int, settings: PoolSettings, listener: Listener):
         """Start the processes, without waiting for them."""
@@ -103,7 +103,7 @@ class Record:
 
     def note_call(self, message: dict[str, Any]) -> None:
         """Add a call to `begun`, from the message with which a process announced it."""
-        # Functions that are not tools have ended when a tool is called.
+        # Functions that are not tools have ended by the time a tool is called.
         if message["alone"] or (self.begun and self.begun[-1][2] < 0):
             self.begun.clear()
         self.begun.append((message["begins"], message["end"], message["call"]))

@@ -90,7 +90,7 @@ class Corpus:
         return found
 
     def search(self, query: str, most: int) -> list[Passage]:
-        """Return up to `most` passages that share words with a query, the best first, then by number."""
+        """Return up to `most` passages that share words with a query, the best first and equal ones by number."""
         import numpy as np
 
         words = self.bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)[0]
@@ -154,7 +154,7 @@ def _paragraphs(path: Path) -> list[str]:
 
 
 class SearchError(BrokenError):
-    """A search server failed. The message gives the reason without the address, which may contain secrets."""
+    """A search server failed. The message names only its host, because the rest of the address may contain secrets."""
 
 
 class Search(Stateless):

@@ -89,7 +89,7 @@ def by_model(
             write(f"assistant calls {_call_line(call)}")
         return turn
 
-    return _play(play, opened, next_turn, f" after {turns} turns", write)
+    return _play(play, opened, next_turn, f" at the limit of turns ({turns})", write)
 
 
 def load_player(model: str, format: str, max_tokens: int, temperature: float, seed: int) -> ModelPlayer:
@@ -180,7 +180,7 @@ def _play(
     if final.reward is not None:
         write(_reward_line(final, "final reward"))
         total += final.reward
-    write(f"the episode has ended{'' if reply.done else cut}, with {total:g} in all")
+    write(f"the episode has ended{'' if reply.done else cut}, with rewards of {total:g} in all")
     return total
 
 

@@ -4,12 +4,12 @@
 A tool lives as long as its episode, as in the older of verl's two loops, which uses all four keys of `tools_kwargs`.
 `create` runs at the first call, or at the start if the row names the tool; `execute` runs for each call; at the end
 `calc_reward` runs, then `release`. (verl's agent loop creates and releases a tool around each call, and never calls
-`calc_reward`.) `create` gets its keywords both by name and as `create_kwargs`, since some tools read one and some the
-other. An interaction answers each message of the assistant that calls no tool.
+`calc_reward`.) `create` gets its keywords both by name and in the dict `create_kwargs`, since some tools read the names
+and others the dict. An interaction answers each message of the assistant that calls no tool.
 
 verl passes the rewards of tools and the scores of interactions to the reward function. This module uses them as rewards
 of the turns in which they arise, and the sum of `calc_reward` as the final reward. With the setting `count_rewards:
-false` none of these numbers is a reward: the final score is 0, and `calc_reward` only gives parts of the score.
+false` none of these numbers is a reward: the final score is 0, and `calc_reward` only gives parts of the reward.
 """
 
 import asyncio
@@ -199,7 +199,7 @@ class VerlInteraction(VerlTools):
         name = given.get("name") or (next(iter(known)) if len(known) == 1 else OLD_NAME)
         if name not in known:
             raise ValueError(
-                f"the row's interaction_kwargs name the interaction {name!r}; the YAML has {', '.join(known)}"
+                f"the row needs the interaction {name!r} (interaction_kwargs); the YAML has {', '.join(known)}"
             )
         self._interaction_name, self._interaction = name, known[name]
         self._agent.interaction, self._agent.interaction_kwargs = self._interaction, given

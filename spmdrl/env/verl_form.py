@@ -182,7 +182,7 @@ def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
         if not isinstance(schema, dict) or not isinstance(schema.get("function"), dict):
             raise ValueError(f"{where}: tool_schema has no `function` with a name, a description and parameters")
         if not isinstance(schema["function"].get("name"), str) or not schema["function"]["name"]:
-            raise ValueError(f"{where}: tool_schema.function has no name: the model calls the tool by it")
+            raise ValueError(f"{where}: tool_schema.function has no name, which the model needs to call the tool")
     try:
         if key == "tools":
             provide()

@@ -53,7 +53,7 @@ CLOSES_WITHIN = 1.5
 EXITS_WITHIN = 0.3
 """Time limit in seconds of the functions that sandboxes, MCP servers and user code registered with `atexit`."""
 STACK_MB = 8
-"""MiB per thread that are added to the memory limit, because it also counts the stacks of threads."""
+"""MiB per thread that are added to the memory limit, because the limit also counts the stacks of threads."""
 
 
 class Worker:

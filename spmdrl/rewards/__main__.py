@@ -4,7 +4,7 @@
 
 It grades right, empty and wrong answers on rows of `--data.train` (or of SOURCE) and prints the scores of each kind of
 answer. It takes all flags of `spmdrl.train`. The exit code is 1 if right answers do not score best or the reward has
-another problem, and 2 after a mistake in the command line.
+another problem, and 2 if the command line is wrong or the data or the reward cannot be loaded.
 """
 
 import argparse
@@ -69,10 +69,10 @@ def main(argv: list[str] | None = None) -> int:
         grader.close()
     problems = _problems(found)
     if not own.json:
-        print(f"{grader.name} on {len(prompts)} rows of {prompts.source}")
+        print(f"{grader.name} on {prompts.source}; number of rows: {len(prompts)}")
         print(_table(found))
         if cfg.reward.model:
-            print(f"note: the score of --reward.model {cfg.reward.model} is not in it, as no model runs here")
+            print(f"note: the scores are without that of --reward.model {cfg.reward.model}, as no model runs here")
         for each in _notes(found):
             print(f"note: {each}")
         print("\n".join(f"problem: {each}" for each in problems) or "nothing is wrong with what was tried")
@@ -106,9 +106,9 @@ def _problems(found: Trial) -> list[str]:
             f"because {printable(why)}"
         )
     if odd := sum(not r.ungraded and not math.isfinite(r.score) for r in rewards):
-        out.append(f"{odd} of {len(rewards)} answers get a score that is not finite, and such samples are left out")
+        out.append(f"scores that are not finite: {odd} of {len(rewards)}; a run leaves such samples out")
     if late := sum(r.timed_out for r in rewards):
-        out.append(f"{late} of {len(rewards)} gradings took too long (--reward.timeout)")
+        out.append(f"gradings that took too long: {late} of {len(rewards)} (--reward.timeout)")
     return out
 
 
@@ -157,14 +157,14 @@ def _notes(found: Trial) -> list[str]:
     best, out = found.best(), []
     if best and len(best) < len(found.sources):
         out.append(
-            f"{len(found.sources) - len(best)} of {len(found.sources)} rows have no right answer that was graded"
+            f"rows without a right answer that was graded: {len(found.sources) - len(best)} of {len(found.sources)}"
         )
     if best and (full := sum(is_right(x) for x in best.values()) / len(best)) < ENOUGH:
-        out.append(f"right answers get 1 or more in {full:.1%} of the rows, and eval/accuracy counts such scores alone")
+        out.append(f"right answers get 1 or more in {full:.1%} of the rows, and eval/accuracy counts only these")
     most = found.undeserved()
     if count := sum(is_right(x) and x < best.get(i, x) for i, x in most.items()):
         out.append(
-            f"wrong answers get 1 or more in {count / len(most):.1%} of the rows, although less than right ones, and"
+            f"wrong answers get 1 or more, although less than right ones, in {count / len(most):.1%} of the rows, and"
             " eval/accuracy counts them as right"
         )
     shares = found.best_shares()

@@ -20,7 +20,7 @@ class RewardInput:
     data_source: str
     solution: str
     """Text of the response without the prompt; built-in rewards grade it. If `--data.prefill` opens an
-    answer, as `#### ` does, the text begins with the prefill from that mark on."""
+    answer, as `#### ` does, the text begins with the part of the prefill from this mark to its end."""
     ground_truth: object
     extra: dict = field(default_factory=dict)
     prompt: str | list = ""

@@ -165,7 +165,7 @@ def math_dapo(item: RewardInput) -> Reward:
 
 
 def math_dapo_boxed(item: RewardInput) -> Reward:
-    r"""Return 1 if the last `\boxed{...}` within the last 100 characters is exactly the truth, else -1. The various
+    r"""Return 1 if the last `\boxed{...}` within the last 100 characters holds exactly the truth, else -1. The various
     minus characters of Unicode count as equal. Parts: `acc`, 1 or 0; `format`, whether there is a box.
     """
     truth = truth_text(item.ground_truth).translate(SIGNS)

@@ -1,8 +1,9 @@
 r"""The reward of multiple-choice questions, whose answer is one letter.
 
 The letter may be written as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or be the complete response. The
-first three forms are marked answers: they take precedence over a letter in parentheses. Of several answers, the last
-counts. An answer that also lists other letters is wrong, so that naming all of them does not pay.
+first three forms are marked answers, which take precedence over the other forms. Of several marked answers, and of
+several sentences with a letter in parentheses, the last counts. An answer that also lists other letters is wrong, so
+that naming all of them does not pay.
 """
 
 import re

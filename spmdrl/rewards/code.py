@@ -58,7 +58,7 @@ class CodeGrader:
         self.open()
 
     def open(self) -> None:
-        """Open the sandboxes that are not open: one for programs and one for tests."""
+        """Open the sandboxes that are not open: one for programs and one for tests. A service needs none."""
         while len(self.sandboxes) < 2 and not self.service:
             self.sandboxes.append(open_for(self.settings.provider))
 

@@ -7,7 +7,8 @@
     {"assert_case": ["assert ...", ...]}     SandboxFusion, as verl passes it
 
 A row's truth has one of these forms, or is the JSON text of one, or is the Python code of `test` itself. Keys that are
-missing in the truth are taken from the row's other columns. Sources:
+missing in the truth are taken from the row's other columns; the keys that hold tests (FORM_KEYS) are taken from them
+only if the truth has no such key. Sources:
 https://arxiv.org/abs/2105.09938 (APPS), https://arxiv.org/abs/2403.07974 (LiveCodeBench),
 https://arxiv.org/abs/2107.03374 (HumanEval), https://arxiv.org/abs/2108.07732 (MBPP),
 https://github.com/volcengine/verl (verl/utils/reward_score).
@@ -33,7 +34,8 @@ BAD_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 """Errors that `ast.parse` raises for text that it cannot parse."""
 FORMS = 'inputs and outputs, test_list, assert_case, test with entry_point, or a list of {"input", "output"}'
 TOLERANCE = 1e-6
-"""Maximum difference from an expected number that is not an integer, relative to the largest of |a|, |b| and 1."""
+"""Maximum difference of a number a from an expected number b that is not an integer, divided by the largest of |a|,
+|b| and 1."""
 _DIGITS = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 LONGEST_NUMBER = 400
@@ -109,9 +111,9 @@ def _parsed(text: str) -> object:
 def _from_pairs(row: dict[str, Any]) -> Tests:
     given, wanted, name = row.get("inputs"), row.get("outputs"), row.get("fn_name") or ""
     if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted) or not given:
-        sizes = [len(x) if isinstance(x, list) else f"a {type(x).__name__}" for x in (given, wanted)]
+        sizes = [f"a list of {len(x)}" if isinstance(x, list) else type(x).__name__ for x in (given, wanted)]
         raise UngradedError(
-            f"tests have {sizes[0]} inputs and {sizes[1]} outputs: give two lists of equal length above 0"
+            f"the inputs of tests are {sizes[0]} and the outputs {sizes[1]}: give two lists of equal length above 0"
         )
     if not name:
         return Tests(tuple(Case(_lines(x), _lines(y)) for x, y in zip(given, wanted, strict=True)))

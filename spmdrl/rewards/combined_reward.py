@@ -27,7 +27,7 @@ class CombinedReward(Grader):
     """Grader whose score is the weighted sum of the scores of all combined rewards that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
-        """Create the grader. gates: names of parts; if one of them is not above 0, a positive score becomes 0."""
+        """Create the grader. gates: names of parts; if one of them fails (`_holds`), a score above 0 becomes 0."""
         super().__init__(" + ".join(term.name for term in terms))
         self.terms, self.gates = terms, gates
         self.wants_groups = any(term.grader.wants_groups for term in terms)
@@ -89,7 +89,7 @@ class CombinedReward(Grader):
                 return Reward(math.nan, ungraded=f"{name}: {reward.ungraded}")
         applies = [term for term in self.terms if rewards[term.name].applies]
         if not any(term.weight for term in applies):
-            # Rewards of weight 0 are only logged and do not count for the score.
+            # A reward of weight 0 is only logged, so without one of another weight the response has no score.
             self._without += 1
             return left_out(self.name, key, "none of the rewards applies to the row", self._without)
         score, parts = 0.0, {}
@@ -121,6 +121,6 @@ class CombinedReward(Grader):
         if not reward.applies:
             return True
         raise RewardError(
-            f"--reward.gate {gate}: the rewards {self.name} gave no such part for {describe(key)}; the parts are "
+            f"--reward.gate {gate}: {self.name} gave no such part for {describe(key)}; the parts are "
             f"{', '.join(sorted(parts))}"
         )

@@ -25,7 +25,7 @@ TRUTHS = ("ground_truth", "answer", "solution")
 """Column names of the truth in data sets for TRL. A function receives the row's truth as an argument of each name,
 unless the row has a column of this name."""
 OF_TRL = ("prompts", "completions", "data_source", *TRUTHS)
-"""Arguments with which a function in TRL's form is called for every row."""
+"""Names of the arguments that a function in TRL's form can take for every row."""
 
 
 def load_builtin(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Any]:
@@ -134,8 +134,8 @@ def _trl(
         given |= {"prompts": [item.prompt], "completions": [reply]}
         if lacking := [key for key in wanted if key not in given]:
             raise TypeError(
-                f"it requires {', '.join(lacking)}, but the row has {', '.join(map(str, given))}: give the parameter a "
-                "default, add a column to the row, or set a value in --reward.kwargs"
+                f"it requires {', '.join(lacking)}, but the arguments for this row are {', '.join(map(str, given))}: "
+                "give the parameter a default, add a column to the row, or set a value in --reward.kwargs"
             )
         return function(**{key: value for key, value in given.items() if takes_more or key in parameters})
 

@@ -109,7 +109,7 @@ class Asker:
         self._done.append((case.key, answer))
 
     def _no_verdict(self, why: str) -> str:
-        return f"the judge gave no verdict in {1 + self.cfg.retries} attempts, at last because {why}"
+        return f"the judge gave no verdict (attempts: {1 + self.cfg.retries}), the last time because {why}"
 
 
 @dataclass
@@ -251,7 +251,7 @@ def _reward_of_pairs(i: int, answers: dict[tuple[int, int], Answer]) -> Reward:
         got.append(sum(values) / 2)
         apart.append(abs(values[0] - values[1]))
     if not got:
-        return Reward(math.nan, ungraded=f"none of its {mine} comparisons gave a verdict, the first because {failed}")
+        return Reward(math.nan, ungraded=f"it got no verdict (comparisons: {mine}), the first time because {failed}")
     parts = {
         "wins": sum(x > 0.5 for x in got) / len(got),
         "order_agreement": 1.0 - math.fsum(apart) / len(got),

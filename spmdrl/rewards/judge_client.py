@@ -31,7 +31,7 @@ _PASSING = {408, 409, 425, 429}
 _FIX = {
     401: "set the API key in the environment variable that the judge's key_env names ({key_env}, which is {is_set})",
     402: "the account of the API key is used up",
-    403: "the API key in {key_env} (the judge's key_env; it is {is_set}) may not use its model",
+    403: "the API key in {key_env} (the judge's key_env; it is {is_set}) may not use the judge's model",
     404: "there is no such address or model: change the judge's url (without /chat/completions, often ending in /v1) "
     "or its model",
 }
@@ -105,7 +105,7 @@ class Client:
                 _cut(sock)
 
     def without_key(self, text: str) -> str:
-        """Return text without the API key and other text that looks like a secret."""
+        """Return a text from which the API key, and whatever looks like another secret, are removed."""
         return redact_text(text.replace(self._key, REDACTED) if self._key else text)
 
     def _exchange(self, body: bytes) -> tuple[int, str, bytes]:

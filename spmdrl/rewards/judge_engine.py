@@ -27,7 +27,8 @@ class Ask:
         self.digest = self.question.digest(self.vote)
 
     def nonce(self, key: tuple[int, ...]) -> str:
-        """Return the nonce of the delimiter lines, a hash of the question, so that no response can contain it.
+        """Return the nonce of the delimiter lines. It is a hash of the question, which contains the response, so the
+        response cannot contain the nonce.
 
         key: the numbers from which the seeds of the rollout are derived.
         """

@@ -176,7 +176,7 @@ class Server(Asker):
         with self._lock:
             if self.cfg.budget and self.spent.calls >= self.cfg.budget:
                 raise RewardError(
-                    f"the {self.cfg.budget:,} calls of the judge's budget are spent: raise budget (0: no limit), lower "
+                    f"the judge's budget is spent (calls: {self.cfg.budget:,}): raise budget (0: no limit), lower "
                     "votes, or set a cache; a restart resumes from the last checkpoint"
                 )
             self.spent.calls += 1
@@ -207,7 +207,7 @@ class _Cache:
     """A folder of stored answers. May be called from several threads."""
 
     def __init__(self, folder: str):
-        """Create the folder if it is missing. Raises ValueError if it cannot be created or written."""
+        """Create the folder if it is missing. Raises ValueError if it cannot be created or written to."""
         self._folder = Path(folder).expanduser()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ class _Cache:
                 pass
         except OSError as error:
             raise ValueError(
-                f"the judge's cache {folder}: cannot be written ({error.strerror}); choose another folder"
+                f"the judge's cache {folder} cannot be written to ({error.strerror}); choose another folder"
             ) from None
 
     def read(self, place: str, parse: Callable[[str], float]) -> float | None:

@@ -1,7 +1,7 @@
 """Questions to a judge about one response or two, and parsers of its verdicts.
 
-Untrusted text (task, reference, responses) is enclosed by delimiter lines with a random word, the nonce, that its
-author cannot know. Only the judge's own answer is parsed as a verdict.
+Untrusted text (task, reference, responses) is enclosed by delimiter lines with a random word, the nonce, that the
+text's author cannot know. Only the judge's own answer is parsed as a verdict.
 """
 
 import hashlib
@@ -145,7 +145,10 @@ def question(item: RewardInput, cfg: JudgeConfig) -> Question:
 
 
 def pair_questions(one: RewardInput, other: RewardInput, cfg: JudgeConfig) -> list[Question]:
-    """Return the questions about two responses to a prompt, one for each order; an empty list if they are equal."""
+    """Return the questions about two responses to a prompt, one for each order.
+
+    The list is empty if the responses are equal in the form that the judge would see.
+    """
     a, b = (_shortened(item.reply, cfg.max_chars) for item in (one, other))
     if a == b:
         return []
@@ -212,7 +215,7 @@ def clean(text: str) -> str:
 
 
 def content_of(answer: bytes) -> str:
-    """Return the text of a chat completion. Raises BadVerdictError if there is no text or not a single choice."""
+    """Return the text of a chat completion. Raises BadVerdictError unless it has one choice, and this has a text."""
     try:
         choices = json.loads(answer)["choices"]
         (choice,) = choices
@@ -247,7 +250,11 @@ def parse_grade(content: str, scale: int) -> float:
 
 
 def _parsed(content: str, name: str) -> Any:
-    """Return the member `name` of a JSON object with the members `reason` and `name`. Raises BadVerdictError."""
+    """Parse a JSON object with two keys, `reason` and the one that the argument `name` gives; return the value of the
+    second.
+
+    Raises BadVerdictError for anything else, including an object with further keys.
+    """
     try:
         found = json.loads(content, parse_constant=_no_number, object_pairs_hook=_once)
     except BadVerdictError:

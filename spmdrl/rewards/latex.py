@@ -1,7 +1,7 @@
 r"""Rewrites the LaTeX of an answer to a form that the grammar of math-verify parses correctly.
 
-`spelled` unifies spellings, such as `\mathrm{e}` and e, or `\left(` and (. `named` replaces each name that the grammar
-would misread by one symbol. The grammar drops primes and transposes (`y'` becomes y, and `2^T` becomes 2). It
+`spelled` unifies spellings, such as `\mathrm{e}` and e, or `\left(` and (. `named` puts one symbol in place of each
+name that the grammar would misread. The grammar drops primes and transposes (`y'` becomes y, and `2^T` becomes 2). It
 reads names such as `\angle ABC` and `HHT` as products of their letters. It reads `I` as the imaginary unit, `E` as e,
 `\Gamma` as Euler's constant, and `\mathcal{A}` as `\mathbb{A}`. It reads a cross product of vectors as a product of
 numbers.

@@ -126,7 +126,10 @@ def check_ungraded(
 
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
-    """Return whether a grading that takes too long scores 0. If not, it stops the job or has no time limit."""
+    """Return whether a grading that takes too long scores 0, for any of the rewards.
+
+    If not, it stops the job, leaves the sample out (rewards with time limits of their own), or has no time limit.
+    """
     return any(_scores_timeouts(name, cfg) for name in functions(cfg))
 
 
@@ -169,10 +172,10 @@ def _file_function(spec: str, flag: str) -> str:
 
 
 def check_truths(prompts: PromptSet, reward: RewardConfig) -> None:
-    """Check that the quick built-in rewards of a run can read the truth of every row.
+    """Check that the quick built-in rewards of a run, and `math`, can read the truth of every row.
 
-    It grades a dummy response to each row, because rewards check the truth first. Raises ValueError with the first row
-    that a reward cannot grade, the reason, and the number of such rows.
+    The quick rewards grade a dummy response to each row, because they check the truth first. Raises ValueError with the
+    first row that a reward cannot grade, the reason, and the number of such rows if there are several.
     """
     checks = QUICK | {"math": lambda item: truth_text(item.ground_truth)}
     for name in functions(reward):

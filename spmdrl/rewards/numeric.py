@@ -18,7 +18,7 @@ TOLERANCE = 1e-6
 TAIL = 1000
 """Number of characters at the end of a text in which its last number is looked for."""
 MOST_DIGITS = 9
-"""Maximum number of digits of an exponent; a number with a longer one is never right."""
+"""Maximum number of digits of an exponent; a number with a longer exponent is never right."""
 _PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>(?:(?<![\d)}}\w])[-+]\s?)?)(?:"

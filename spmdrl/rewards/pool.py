@@ -151,7 +151,10 @@ class Pool(Grader):
         return float("inf") if worker.started is None else worker.started + (worker.may_take or self._timeout)
 
     def on_timeout(self, worker: Worker) -> None:
-        """Replace a worker whose grading takes too long, and put its other requests back into the waiting queue."""
+        """Replace a worker whose grading takes too long, and put its other requests back into the waiting queue.
+
+        Raises RewardError if the worker did not load in time, or if such a grading is an error.
+        """
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name} did not load within {processes.START_SECONDS:.0f} s")
         request = worker.queue.popleft()

@@ -9,7 +9,8 @@ _FENCE = re.compile(
 )
 """A line that opens or closes a fenced block, which may be in a list item or a quote."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
-"""If a response without a block begins with one of these, it is a complete program and does not continue the prompt."""
+"""A response without a block that defines the function is a complete program only if it begins with one of these.
+Otherwise it continues the prompt."""
 _PYTHON = ("python", "python3", "py")
 
 
@@ -58,9 +59,9 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 def completed(prompt: str, name: str, text: str) -> str:
     """Return the program that a prompt begins and a response completes.
 
-    If the response defines the function, the prompt's imports and helper functions are put before it. Otherwise the
-    response continues the text of the prompt, and may do so inside a fence. As for HumanEval's completions, the
-    continuation ends at a fence or at the next line without indentation.
+    If the response is a complete program (see BEGINNINGS), the prompt's imports and helper functions are put before it.
+    Otherwise the response continues the text of the prompt, and may do so inside a fence. As for HumanEval's
+    completions, the continuation ends at a fence or at the next line without indentation.
 
     prompt: Python code that ends in the middle of the function. name: name of the function. text: the response.
     """

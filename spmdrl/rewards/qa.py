@@ -64,8 +64,8 @@ def _truths_of(ground_truth: object) -> list[str]:
 
 def exact_match_qa(item: RewardInput) -> Reward:
     """Return 1 if the text in the last `<answer>...</answer>` equals one of the truths after the normalisation of
-    SQuAD; 0.25 if it does but there are more than 10 opening or closing tags, so that guessing often does not pay. Part
-    `format`: whether there are tags.
+    SQuAD; 0.25 if it does but there are more than 10 opening or more than 10 closing tags, so that guessing often does
+    not pay. Part `format`: whether there are tags.
     """
     truths = _truths_of(item.ground_truth)
     answer = _tagged(item.solution)

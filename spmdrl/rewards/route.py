@@ -39,7 +39,7 @@ def reward_of(data_source: str) -> str:
     known = ", ".join([*ROUTE, *(f"{prefix}*" for prefix in PREFIXES)])
     raise ValueError(
         f"auto has no reward for data_source {data_source[:100]!r}; it has rewards for {known}: "
-        "name one with --reward.function, or change the rows' data_source"
+        "name a reward with --reward.function, or change the rows' data_source"
     )
 
 

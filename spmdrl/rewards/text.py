@@ -106,7 +106,9 @@ def exact_match(item: RewardInput) -> Reward:
 
 
 def first_integer(item: RewardInput) -> Reward:
-    """Return 1 if the first number equals the truth, an integer. Part `format`: whether there is a number."""
+    """Return 1 if the first number of the response equals the truth, which is an integer. Part `format`: whether there
+    is a number.
+    """
     truth = to_decimal(truth_text(item.ground_truth))
     if truth is None or truth != truth.to_integral_value():
         wrong = str(item.ground_truth)[:60]
@@ -135,8 +137,8 @@ def gsm8k(item: RewardInput) -> Reward:
 
 
 def gsm8k_flexible(item: RewardInput) -> Reward:
-    """Return 1 if the last number equals the truth, which has the same forms as for `gsm8k`. Parts: `strict`, the score
-    of `gsm8k`; `format`, whether there is a `#### n`.
+    """Return 1 if the last number of the response equals the truth, which has the same forms as for `gsm8k`. Parts:
+    `strict`, the score of `gsm8k`; `format`, whether there is a `#### n`.
     """
     found = _gsm8k(item)
     return Reward(found.pop("flexible"), found)

@@ -1,8 +1,9 @@
 """Tries a reward on right, empty and wrong answers to the rows of a data set before a run.
 
-A right answer is the row's truth, written in each of the forms that graders look for, or the row's solution if the
-reward runs programs. The form with the highest score counts for the row. A reward that does not give this form a
-higher score than every wrong answer trains the wrong behaviour.
+A right answer is the row's truth, written in each of the forms that graders look for. If the reward runs programs or
+the truth consists of tests, the row's solution is a right answer, too; tests themselves are none. The form with the
+highest score counts for the row. A reward that does not give this form a higher score than every wrong answer trains
+the wrong behaviour.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ FORMS = {
 }
 """Templates that write an answer in a form that graders look for."""
 SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "solutions", "code")
-"""Columns of programming tasks that hold a right program."""
+"""Columns of programming tasks that hold a correct program."""
 GARBAGE = {
     "nothing": "",
     "a space": " ",
@@ -88,7 +89,7 @@ class Trial:
         return _most([row for row in self.garbage if not row.kind.startswith(OTHER)])
 
     def best_shares(self) -> dict[str, tuple[int, float]]:
-        """Return, by source, how many prompts have a graded right answer, and for what share it scores best."""
+        """Return source -> (number of prompts with a graded right answer, share of them in which it scores best)."""
         best, most = self.best(), self.undeserved()
         out = {}
         for source in dict.fromkeys(self.sources.values()):

@@ -77,7 +77,10 @@ def money(text: str) -> str | None:
 
 
 def differ(a: str | None, b: str | None) -> bool:
-    """Return whether two units from `split_unit` differ and are both known or both unknown."""
+    """Return whether two units from `split_unit` differ and are both known or both unknown.
+
+    A sign does not differ from a unit that it can mean (`_SIGN_OF`).
+    """
     if a is None or b is None or a == b or a in _SIGN_OF.get(b, "").split() or b in _SIGN_OF.get(a, "").split():
         return False
     return known(a) == known(b)

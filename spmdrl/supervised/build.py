@@ -1,4 +1,4 @@
-"""Builds a supervised job on every rank, with models and loss of `sft.py`, `preference.py` or `reward_model.py`."""
+"""Builds a supervised job on every rank, from models and a loss that `sft.py` or another module builds."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Enc
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
-    """Build the model that is trained. Collective. share: whether a prompt of several sequences is computed once."""
+    """Build the model that is trained. Collective. share: whether to compute the prompt of several sequences once."""
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
@@ -99,7 +99,7 @@ def last_of_rows(held_out: Placed) -> list[Any]:
 
 @dataclass
 class Progress:
-    """State of a job other than its models, which checkpoints store. Implements `session.checkpoints.Kept`."""
+    """State that checkpoints store in addition to the models. Implements `session.checkpoints.Kept`."""
 
     data: Rows
     objective: Objective
@@ -142,7 +142,8 @@ def assemble(
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
     if rows_due(cfg, mixture.rows, 0) > (mixture.rows or cfg.data.rows_per_step):
         session.warn(
-            f"--data.rows-per-step {cfg.data.rows_per_step}: a step takes some of the {mixture.rows} rows twice"
+            f"--data.rows-per-step {cfg.data.rows_per_step}: --data.train has fewer rows, {mixture.rows}, so a step "
+            "takes some of them more than once"
         )
     note_template(session, begun.tokenizer)
     data = Rows(cfg, world, mixture, begun.encode, known)
@@ -177,12 +178,12 @@ def assemble(
 
 
 def note_template(session: Session[SupervisedConfig], tokenizer: Any) -> None:
-    """Log which chat template is used if the tokenizer has none, and warn if no control token ends its turns."""
+    """Log which template is used if the tokenizer has none. Warn if a template ends turns without a control token."""
     cfg = session.cfg
     template = job_template(cfg, tokenizer)
     if template and not getattr(tokenizer, "chat_template", None):
         name = "ChatML" if cfg.data.chat_template == "chatml" else "--data.chat-template"
-        session.note(f"the tokenizer has no chat template: rows are rendered by {name}, which the model is saved with")
+        session.note(f"the tokenizer has no chat template: rows are rendered by {name}, which is saved with the model")
     if template and not end_of_turn_tokens(tokenizer, template):
         session.warn(
             "the chat template ends a turn with no control token of the tokenizer, so the model cannot learn "
@@ -209,13 +210,16 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
     rows = Permuted([source], seed=0, shuffle=False)
     found = encoded([rows.draw() for _ in range(count)], range(count), encode)
     if not found.sequences:
-        raise ValueError(f"--data.eval {cfg.data.eval}: no row can be used, such as {'; '.join(found.refused[:3])}")
+        raise ValueError(
+            f"--data.eval {cfg.data.eval}: no row can be used: "
+            f"{'; '.join(found.refused[:3]) or 'all are longer than --data.max-tokens'}"
+        )
     if session.world.is_first:
         found.name_rows()
     if found.refused:
-        session.warn(f"{len(found.refused)} rows of --data.eval are refused, the first one is {found.refused[0]}")
+        session.warn(f"--data.eval: rows that are refused: {len(found.refused)}; the first is {found.refused[0]}")
     counts = "".join(f", {found.counts[name]} {name}" for name in NAMED if found.counts[name])
-    session.note(f"{len({place for place, *_ in found.sequences})} rows of {cfg.data.eval} are held out{counts}")
+    session.note(f"held-out rows of {cfg.data.eval}: {len({place for place, *_ in found.sequences})}{counts}")
     return found.sequences
 
 

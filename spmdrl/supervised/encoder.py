@@ -25,8 +25,8 @@ class Encoded:
     samples: list[int] = field(default_factory=list)
     """Number of each sequence within its row. If the list is empty, the numbers are 0, 1, ..."""
     notes: Counter = field(default_factory=Counter)
-    """Name -> count. The names are truncated, dropped, split, departs, unstopped and unanswered (docs/sft.md). The
-    first rows also count columns that the chat template does not show (`data.shown.UNSHOWN`)."""
+    """Name -> count. The names are truncated, dropped, split, departs, unstopped and unanswered (docs/sft.md). Notes of
+    the first rows also count columns that the chat template does not show (`data.shown.UNSHOWN`)."""
 
 
 class Encoder:
@@ -88,9 +88,9 @@ class Encoder:
         return self._dialogue(example)
 
     def _plain(self, example: Example) -> Encoded:
-        """Encode a text without a chat template, and add the end token.
+        """Encode a text without a chat template, and add the end token if the text does not end with it.
 
-        The tokens of a prompt are not trained, unless `--sft.train-on` is `all`.
+        The tokens of a prompt are not trained, unless `--sft.train-on` is `all`. The first token is never trained.
         """
         tokenizer, every = self.tokenizer, self.train_on == "all"
         if example.prompt:

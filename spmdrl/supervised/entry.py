@@ -36,7 +36,7 @@ def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
 
 
 def with_steps(cfg: C, mixture: Mixture) -> C:
-    """Return the settings with `--run.steps` set to the number of steps of the epochs, if it is 0.
+    """Return the settings; if `--run.steps` is 0, replace it by the number of steps of the epochs.
 
     Raises:
         ValueError: the number of rows is unknown; or `--checkpoint.best` needs an evaluation, but no evaluation before
@@ -55,7 +55,7 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
 def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
     """Return the settings with ChatML as the chat template, if the tokenizer has none and the first rows need one.
 
-    The template is then recorded with the run and saved with the model. begin: builds the tokenizer and the encoder
+    An added template is recorded with the run and saved with the model. begin: builds the tokenizer and the encoder
     (`Job.begin`). mixture: the rows of `--data.train`.
 
     Raises:

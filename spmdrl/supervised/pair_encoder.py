@@ -1,4 +1,4 @@
-"""Turns a row of preference data into the sequences of its sides, or refuses the row with a reason."""
+"""Turns a row of preference data into a sequence for each side (chosen, rejected), or refuses the row with a reason."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -47,7 +47,7 @@ class PairEncoder:
         """Implements `Encode.__call__`."""
         found = preference_of(row, self.columns, self.system)
         if self.pairs and len(found.sides) < 2:
-            raise RowError("it holds one labelled response, and this loss compares two: use kto or bco, or pairs")
+            raise RowError("it holds one labelled response, and this loss needs pairs: give pairs, or use kto or bco")
         out = Encoded(samples=list(found.sides))
         for side, example in found.sides.items():
             one = self._side(SIDES[side], example)
@@ -57,7 +57,7 @@ class PairEncoder:
             # One side was dropped because it is too long, so the whole row is left out.
             return Encoded(notes=out.notes)
         if len(out.sequences) == 2 and torch.equal(out.sequences[CHOSEN].tokens, out.sequences[REJECTED].tokens):
-            within = f" within {self.encoder.longest} (--data.max-tokens)" if out.notes["truncated"] else ""
+            within = f" up to token {self.encoder.longest} (--data.max-tokens)" if out.notes["truncated"] else ""
             raise RowError(f"its chosen and rejected sides have the same tokens{within}")
         if found.margin is not None:
             for sequence in out.sequences:

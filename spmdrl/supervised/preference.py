@@ -98,7 +98,7 @@ class StoredReference:
         self.stored: Stored | None = None
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Implements `Precomputed.fill`. The reference is built only for this call, and freed at its end."""
+        """Implements `Precomputed.fill`. The reference is built only if the files must be written, and then freed."""
         sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
         cfg = self.session.cfg
         of = [digest(cfg), [(source.name, len(source)) for source in sources], fixed_settings(cfg)]
@@ -109,7 +109,7 @@ class StoredReference:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder.mkdir(parents=True)
             wait(world)
-            self.session.note(f"the reference reads {sum(map(len, sources))} rows")
+            self.session.note(f"number of rows that the reference reads: {sum(map(len, sources))}")
             model = self.build()
             read = lambda batch: {"logp": model.logprobs(batch, 1.0, "top")[0]}  # noqa: E731
             write(self.session, sources, self.begun.encode, self.pack, read, self.folder, {"of": identity}, 1.0)

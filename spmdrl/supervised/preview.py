@@ -45,8 +45,8 @@ def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | Non
         if found.sequences and not pieces:
             example, pieces = drawn.where, found.sequences[:SHOWN]
     if not sequences:
-        dropped = f"; {notes['dropped']} are longer than --data.max-tokens" if notes["dropped"] else ""
-        raise ValueError("\n  ".join([f"none of the first rows can be trained{dropped}", *refused[:5]]))
+        dropped = f"; sequences longer than --data.max-tokens: {notes['dropped']}" if notes["dropped"] else ""
+        raise ValueError("\n  ".join([f"none of the first rows can be trained on{dropped}", *refused[:5]]))
     tokens, trained = sum(map(len, sequences)), sum(int(s.mask.sum()) for s in sequences)
     hidden = [name for name in notes if name.endswith(UNSHOWN)]
     counts = "".join(f"; {count} {name}" for name, count in notes.items() if count and name not in hidden)

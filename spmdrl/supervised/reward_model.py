@@ -28,7 +28,7 @@ STEP_LABELS = ("wrong", "right")
 
 
 class ScoredEncoder:
-    """Encodes pairs for a reward model. If there are several scores, a pair has the index of the one that it trains."""
+    """Encodes pairs for a reward model. Each sequence has the index of the model's score that its pair trains."""
 
     beside = False
 
@@ -85,7 +85,7 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
 
     Raises:
         ValueError: the model is neither of the two; or it is a classifier whose head is missing in its folder, or whose
-            scores differ in number or names.
+            scores do not have the number or the names that the settings give.
     """
     cfg, steps = session.cfg, session.cfg.reward_model.rows == "steps"
     count = 2 if steps else max(1, len(cfg.reward_model.outputs))
@@ -97,8 +97,8 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype})")
     elif not any(name.endswith("ForCausalLM") for name in config.architectures or []):
         raise ValueError(
-            f"--model.path {cfg.model.path}: its config.json names the class {', '.join(config.architectures or [])}; "
-            f"with --reward-model.rows {cfg.reward_model.rows} it starts from a ...ForCausalLM or a ...{kind}"
+            f"--model.path {cfg.model.path}: its config.json names {', '.join(config.architectures or ['no class'])}; "
+            f"--reward-model.rows {cfg.reward_model.rows} needs a ...ForCausalLM or a ...{kind}"
         )
     else:
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype}), a language model with a new head")
@@ -112,9 +112,9 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
 
 
 def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
-    """Check that a classifier with several named scores has the names of `outputs`, in the same order.
+    """Check that the scores of a classifier have the names of `outputs` in the same order, if both have several names.
 
-    config: transformers' config of the classifier. flag: setting and path of the model, which the message begins with.
+    config: transformers' config of the classifier. flag: setting and path of the model, the beginning of the message.
 
     Raises:
         ValueError: the names or their order differ.
@@ -123,8 +123,8 @@ def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
     unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(names))
     if len(outputs) > 1 and not unnamed and names != outputs:
         raise ValueError(
-            f"{flag}: its scores are {', '.join(names)}; give --reward-model.outputs these names in this order, or the "
-            f"rows of {outputs[0]} would train the score {names[0]}"
+            f"{flag}: its scores are {', '.join(names)}; give --reward-model.outputs these names in this order, "
+            "because a score is found by its place in the list"
         )
 
 
@@ -135,8 +135,8 @@ def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -
     names = outputs or ("reward",)
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     config.problem_type = None
-    # transformers reads the score at the last token that is not the padding token, so a token that ends a turn must not
-    # be the padding token.
+    # transformers reads the score at the last token that is not the padding token, so a token that ends a turn is the
+    # padding token only if there is no other.
     ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])}
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
     config.pad_token_id = next((i for i in known if i is not None and i not in ends), tokenizer.eos_token_id)

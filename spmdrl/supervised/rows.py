@@ -33,7 +33,7 @@ FEW = 1000
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
 """Names of the counts of a step, in the order in which the tensor that is reduced over ranks holds them."""
 NAMED = ("truncated", "dropped", "unanswered")
-"""Names of the counts of rows that are only partly trained on. The log lists these rows."""
+"""Names of the counts for which the log lists a row, because the row is trained on only in part or not at all."""
 
 
 def open_mixture(cfg: SupervisedConfig) -> Mixture:
@@ -94,10 +94,10 @@ class Encode(Protocol):
     """Turns a row of a data set into its sequences."""
 
     beside: bool
-    """Whether the encoder of a row also uses the previous row of the step."""
+    """Whether the encoder of a row also uses the previous row of the step (for the first row, the last row)."""
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row. before: the previous row of the step, if `beside` is True.
+        """Encode a row. before: the row that `beside` describes; None if it cannot be read or `beside` is False.
 
         Raises:
             RowError: the row cannot be used.
@@ -134,10 +134,10 @@ class Step:
     refused: list[str] = field(default_factory=list)
     """A line for each refused row: its source and number, and the reason."""
     shortened: list[str] = field(default_factory=list)
-    """A line for each row that is only partly trained on: its source, its number, and its counts among `NAMED`."""
+    """A line for each row with counts among `NAMED`: its source, its number, and the names of these counts."""
 
     def name_rows(self) -> None:
-        """Write the refused rows, and the rows that are only partly trained on, to the log file of this rank."""
+        """Write the lines of `refused` and `shortened` to the log file of this rank."""
         for line in self.refused:
             log.warning("refused: %s", line, extra={"file_only": True})
         for line in self.shortened:
@@ -164,7 +164,8 @@ class Rows:
         last: whether this is the last step, so that no further step is encoded in advance.
 
         Raises:
-            ValueError: on every rank, if more rows were refused than `--data.max-refused` allows.
+            ValueError: on every rank, if more rows were refused than `--data.max-refused` allows, or if there was no
+                row to train on.
         """
         if self.ahead is None:
             self._begin(step)
@@ -196,11 +197,14 @@ class Rows:
             raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)
 
     def _check_kept(self, last: bool) -> None:
-        """Raise ValueError if no row could be trained so far, because the job would save an untrained model."""
+        """Raise ValueError if there was no row to train on up to the last step, in an epoch or in FEW rows.
+
+        Otherwise the job would save an untrained model.
+        """
         rows = self.totals["rows"]
         if not self.totals["kept"] and (last or rows >= min(self.mixture.rows or FEW, FEW)):
             raise ValueError(
-                f"none of {rows} rows of --data.train could be trained: all are refused, or longer than "
+                f"none of {rows} rows of --data.train could be trained on: all are refused, or longer than "
                 f"--data.max-tokens {self.cfg.data.max_tokens} with --data.too-long {self.cfg.data.too_long} "
                 "(logs/rank_*.log name them)"
             )
@@ -266,7 +270,7 @@ def too_many_refused(refused: int, rows: int, allowed: float, lines: list[str], 
     """
     shown = first_lines(lines, world) or ["no row has a sequence within --data.max-tokens"]
     return ValueError(
-        f"{refused} of {rows} rows were refused, and --data.max-refused allows {allowed:g} of them "
+        f"{refused} of {rows} rows were refused, and --data.max-refused allows a share of {allowed:g} "
         "(logs/rank_*.log name all):\n  " + "\n  ".join(shown)
     )
 

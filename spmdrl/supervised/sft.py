@@ -24,14 +24,14 @@ from spmdrl.supervised.teacher import Written, write_teacher
 
 
 def begin_sft(cfg: SFTConfig) -> Start:
-    """Read the tokenizer, add the tokens of `--sft.add-tokens`, and build the encoder of the rows."""
+    """Add the tokens of `--sft.add-tokens` to the model, read its tokenizer, and build the encoder of the rows."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     folder = with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
     return begin(cfg, folder, lambda tokenizer, longest: Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on))
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
-    """Return the result of `settle`. With `--teacher.write` and no `--run.dir`, its folder is the run folder too."""
+    """Return the result of `settle`. Without `--run.dir`, the folder of `--teacher.write` is also the run folder."""
     config = loaded.config
     if config.teacher.write and not config.run.dir:
         folder = str(Path(config.teacher.write).expanduser())

@@ -14,7 +14,7 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class StepEncoder:
-    """Encodes rows with labelled steps: a prompt and its response, which is trained at the last token of each step."""
+    """Encodes rows with labelled steps: a prompt and a response, trained at the last token of each labelled step."""
 
     beside = False
 
@@ -57,12 +57,12 @@ class StepEncoder:
             which = (
                 "its last step has no label, and --reward-model.last-step trains only that step"
                 if self.chosen.last_step
-                else f"none of its {len(found.labels)} steps has a label"
+                else "none of its steps has a label"
             )
             raise RowError(f"{which}, so there is nothing to learn from it: label a step, or leave the row out")
 
     def _label(self, sequence: Masked, found: LabelledSteps) -> None:
-        """Set the mask of a sequence to the last tokens of its steps, and add their labels.
+        """Set the mask of a sequence to the last tokens of its labelled steps, and add the labels.
 
         RL reads the score of a step at the same token (`rl/reading.py`).
         """
@@ -90,20 +90,21 @@ class StepEncoder:
         Raises:
             RowError: the steps cannot be found.
         """
-        # Some templates add an empty thinking block before a response and strip the whitespace around it, so the
-        # response is searched with and without its whitespace.
+        # Some templates add an empty thinking block before a response and strip the whitespace around it, so the text
+        # is searched for the response with and without its whitespace.
         given = found.text
         within = next((part for part in (given, given.strip(), given.lstrip(), given.rstrip()) if part in text), "")
         if within:
             lead, at = given.index(within), text.rindex(within)
             return [at + min(max(end - lead, 1), len(within)) for end in step_ends(given, self.chosen.separator)]
-        # Some tokenizers do not decode tokens to the text that they encoded, so the decoded text is split into steps.
+        # Some tokenizers do not decode tokens to the text that they encoded. If the text does not contain the response,
+        # the text itself is split into steps.
         ends = step_ends(text, self.chosen.separator) if text else []
         if len(ends) != len(found.labels):
             raise RowError(
-                f"its {len(found.labels)} steps become {len(ends)} in the text of its tokens, because the chat "
-                "template or the tokenizer changes its response: give another template (--data.chat-template), or "
-                "leave the row out"
+                f"the number of its steps is {len(found.labels)}, but {len(ends)} in the text of its tokens, because "
+                "the chat template or the tokenizer changes its response: give another template "
+                "(--data.chat-template), or leave the row out"
             )
         return ends
 

@@ -36,7 +36,7 @@ FULL = 256 * 2**20
 
 
 class NoNumbersError(ValueError):
-    """Raised for a sequence that lacks numbers of some of its tokens."""
+    """Raised for a sequence of which the files lack the numbers of some or all trained tokens."""
 
 
 def indexed(mixture: Mixture) -> list[Any]:
@@ -45,7 +45,7 @@ def indexed(mixture: Mixture) -> list[Any]:
 
 
 def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
-    """Yield all rows in parts: the rows of a part, and the indices of the rows whose numbers this rank computes."""
+    """Yield all rows in parts: the rows of a part, and the places in it of the rows that this rank encodes."""
     world, rows, total = session.world, Permuted(sources, seed=0, shuffle=False), sum(map(len, sources))
     count = max(STEPS * session.cfg.data.rows_per_step, world.size)
     for start in range(0, total, count):
@@ -140,7 +140,7 @@ def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(
-            f"{flag} {folder}: there is no {MANIFEST} in it, which is written last: write the folder (again)"
+            f"{flag} {folder}: it lacks {MANIFEST}, the file that is written last: write the folder (again)"
         )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -170,8 +170,8 @@ class Stored:
         wrong = [name for name in manifest["files"] if not (folder / name).is_file()]
         if wrong:
             raise ValueError(
-                f"{flag} {folder}: {len(wrong)} of {len(manifest['files'])} files are missing "
-                f"({', '.join(wrong[:3])}): copy them again, or write the folder again"
+                f"{flag} {folder}: files that are missing: {len(wrong)} of {len(manifest['files'])} "
+                f"({', '.join(wrong[:3])}): copy the folder again, or write it again"
             )
         keys, places = [], []
         for number, (name, count) in enumerate(manifest["files"].items()):
@@ -217,7 +217,7 @@ class Stored:
                 continue
             has_L = _part(file, "mask", start, length)
             if lacking := int((mask_L & ~has_L).sum()):
-                problem = f"{lacking} of its {int(mask_L.sum())} trained tokens have no numbers"
+                problem = f"it lacks numbers for {lacking} of its {int(mask_L.sum())} trained tokens"
                 continue
             return [_column(_part(file, name, first_M, int(has_L.sum())), has_L, mask_L) for name in names]
         raise NoNumbersError(problem)

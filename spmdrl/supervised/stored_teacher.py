@@ -54,11 +54,14 @@ class StoredTeacher:
         cfg, found = self.session.cfg, self.manifest
         chosen, shape = cfg.teacher, self.stored.shape("logp")
         if len(shape) != 2 or self.stored.shape("ids") != shape:
-            raise ValueError(f"{self.name}: ids and logp must both be [tokens, K], not of shape {shape}")
+            raise ValueError(
+                f"{self.name}: ids and logp must have the same shape [tokens, K], but have {self.stored.shape('ids')} "
+                f"and {shape}"
+            )
         if chosen.top_k > shape[1]:
             raise ValueError(
-                f"--teacher.top-k {chosen.top_k}: {self.folder} has the {shape[1]} most likely tokens of each "
-                f"position; use {shape[1]} or fewer, or write the folder again with more"
+                f"--teacher.top-k {chosen.top_k}: {self.folder} has fewer tokens for each position, {shape[1]}; use "
+                f"{shape[1]} or fewer, or write the folder again with more"
             )
         if (temperature := found.get("temperature", 1.0)) != chosen.temperature:
             raise ValueError(
@@ -83,7 +86,7 @@ class StoredTeacher:
         The check is skipped if the manifest says that the files were written for exactly these rows.
 
         Raises:
-            ValueError: some rows have no numbers.
+            ValueError: the files lack numbers for some rows, or hold numbers that are not log-probabilities.
         """
         here = identity(self.session.cfg, self.begun)
         if all(self.manifest.get(name) == value for name, value in here.items()):
@@ -109,8 +112,8 @@ class StoredTeacher:
             return
         shown = first_lines(lines, self.session.world)
         raise ValueError(
-            f"{self.name}: {counts[0]} of the {counts[1]} rows of --data.train that can be used have no numbers in it. "
-            f"{self._why(here)}:\n  " + "\n  ".join(shown)
+            f"{self.name}: it lacks the teacher's log-probabilities for some or all trained tokens in {counts[0]} of "
+            f"the {counts[1]} usable rows of --data.train. {self._why(here)}:\n  " + "\n  ".join(shown)
         )
 
     def _why(self, here: dict[str, Any]) -> str:
@@ -182,7 +185,10 @@ class StoredTeacher:
         vocab, ordered_MK = self.reader.vocab, ids_MK.sort(1).values
         problem = ""
         if int(ordered_MK.min()) < 0 or int(ordered_MK.max()) >= vocab:
-            problem = f"ids go from {int(ids_MK.min())} to {int(ids_MK.max())}, but both models share {vocab} tokens"
+            problem = (
+                f"ids go from {int(ids_MK.min())} to {int(ids_MK.max())}, but the tokens that both models share go "
+                f"from 0 to {vocab - 1}"
+            )
         elif bool((ordered_MK[:, 1:] == ordered_MK[:, :-1]).any()):
             problem = "ids has a token twice at the same position"
         elif not bool(logp_MK.isfinite().all()) or float(logp_MK.logsumexp(1).max()) > SUM:

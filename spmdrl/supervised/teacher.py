@@ -29,8 +29,8 @@ NEEDED = ("ids", "logp")
 NOT_OF_ROWS = (
     *("data.rows_per_step", "data.epochs", "data.shuffle", "data.eval", "data.max_refused", "data.chat_template"),
 )
-"""Settings of `--data` that `identity` leaves out, because they do not change the tokens of a row. Its result
-has a hash of the chat template's text instead of that setting."""
+"""Settings of `--data` whose values `identity` leaves out. They do not change the tokens of a row, except for
+`data.chat_template`, for which it stores a hash of the template's text."""
 PART = 2**12
 """Maximum number of bytes that are hashed at the beginning of each tensor, and again from its middle on."""
 
@@ -57,7 +57,8 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
     """Write the teacher's most likely tokens into `--teacher.write`, unless they are already there. Collective.
 
     Raises:
-        ValueError: the tokenizers of teacher and student differ, or the folder was written for other rows or settings.
+        ValueError: the tokenizers of teacher and student differ; or the folder was written by another teacher, or for
+            other rows or settings.
     """
     cfg, world, path = session.cfg, session.world, session.cfg.teacher.path
     folder, trust = Path(cfg.teacher.write).expanduser(), cfg.model.trust_remote_code
@@ -80,7 +81,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
     wait(world)
     teacher = frozen(session, path, "--teacher.path")
     sources = indexed(open_mixture(cfg))
-    session.note(f"the teacher reads {sum(map(len, sources))} rows")
+    session.note(f"number of rows that the teacher reads: {sum(map(len, sources))}")
 
     def numbers(batch: Batch) -> dict[str, torch.Tensor]:
         found = teacher.read(batch, cfg.teacher.temperature, reader) or reader.empty
@@ -91,7 +92,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
         manifest = read_manifest(folder, "--teacher.write")
         Stored(folder, manifest, "--teacher.write", NEEDED)
         count = sum(manifest["files"].values())
-        session.note(f"{folder} holds the teacher's {reader.top_k} most likely tokens for {count} sequences")
+        session.note(f"{folder} holds the teacher's most likely tokens ({reader.top_k} a position; sequences: {count})")
     wait(world)
     return Written()
 

@@ -239,10 +239,10 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
         ),
         (
             {"teacher": told, "data": source | {"train": (str(tmp_path / "more.jsonl"),)}},
-            "1 of the 49 rows of --data.train that can be used have no numbers",
+            "in 1 of the 49 usable rows of --data.train. ",
         ),
-        ({"teacher": told | {"read": str(empty)}}, "there is no manifest.json in it"),
-        ({"teacher": copy("gone", lambda path, _: path.unlink())}, "1 of 2 files are missing (0_0.safetensors)"),
+        ({"teacher": told | {"read": str(empty)}}, "it lacks manifest.json, the file that is written last"),
+        ({"teacher": copy("gone", lambda path, _: path.unlink())}, "files that are missing: 1 of 2 (0_0.safetensors)"),
         (
             {"teacher": copy("cut", lambda path, _: path.write_bytes(path.read_bytes()[:-9]) and None)},
             "0_0.safetensors is not a complete file of numbers",
@@ -259,7 +259,7 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
             {"teacher": reread("twice", lambda path, x: x | {"ids": torch.zeros_like(x["ids"])})},
             "ids has a token twice",
         ),
-        ({"teacher": reread("far", lambda path, x: x | {"ids": x["ids"] + 40})}, "but both models share 47 tokens"),
+        ({"teacher": reread("far", lambda path, x: x | {"ids": x["ids"] + 40})}, "both models share go from 0 to 46"),
         (
             {"teacher": reread("high", lambda path, x: x | {"logp": x["logp"] + 3})},
             "probabilities that sum to at most 1",
@@ -270,16 +270,14 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
         ({"teacher": bare}, 'has no valid "files": {name: sequences}'),
         (
             {"teacher": reread("less", lambda path, x: without_first(x))},
-            "1 of the 48 rows of --data.train that can be used have no numbers",
+            "in 1 of the 48 usable rows of --data.train. ",
         ),
     ]
     (found,) = run_ranks(refused, 1, str(tmp_path / "run"), data, [sections for sections, _ in cases])
     for why, (_, said) in zip(found, cases, strict=True):
         assert said in why, why
     assert f"{tmp_path}/more.jsonl:49: its tokens are in none of the files" in found[5]
-    assert (
-        "of " + data + ":" in found[11] and "1 of its " in found[-1] and "trained tokens have no numbers" in found[-1]
-    )
+    assert "of " + data + ":" in found[11] and "it lacks numbers for 1 of its " in found[-1] and "trained" in found[-1]
 
 
 def test_likeliest_tokens_with_all_of_the_probability_leave_none(made, tmp_path):
@@ -305,7 +303,7 @@ def test_rows_that_a_teacher_cannot_read_are_counted_and_named(made, tmp_path):
     assert not (tmp_path / "files" / "manifest.json").exists()
     odd.write_text(odd.read_text() + Path(data).read_text())
     more = {"train": (str(odd),), "chat_template": "chatml", "max_tokens": 512, "max_refused": 0.05}
-    with pytest.raises(RankError, match="3 of 51 rows were refused, and --data.max-refused allows 0.05 of them"):
+    with pytest.raises(RankError, match="3 of 51 rows were refused, and --data.max-refused allows a share of 0.05 "):
         run_ranks(written, 2, str(tmp_path / "some"), str(odd), {"teacher": told, "data": more})
     more["max_refused"] = 0.1
     run_ranks(written, 2, str(tmp_path / "some"), str(odd), {"teacher": told, "data": more})

@@ -828,7 +828,7 @@ def test_rows_say_what_is_true():
         ("gpg", {"f_norm": 0.0}, "f_norm"),
         ("gpg", {"count": "all"}, "mixed"),
         ("gdpo", {"weights": {"colour": 1.0}}, "colour"),
-        ("gdpo", {"weights": [1.0]}, "1 weights for 2 parts"),
+        ("gdpo", {"weights": [1.0]}, "one number for each part of the reward, .*, and has 1;"),
     ],
 )
 def test_settings_out_of_range(name, chosen, message):
@@ -927,7 +927,7 @@ def test_notebook_says_what_is_wrong():
     good = {"rewards": rewards, "mask": mask, "group": group}
     for name, changes, message in [
         ("gpro", {}, "did you mean 'grpo'.*choose one of gae"),
-        ("grpo", {"epsilon": 1e-6}, "grpo takes no 'epsilon'.*did you mean 'eps'.*settings are eps"),
+        ("grpo", {"epsilon": 1e-6}, "grpo takes no 'epsilon'.*did you mean 'eps'.*its settings: eps;"),
         ("grpo", {"gamma": 1.0}, "takes no 'gamma'"),
         ("grpo", {"group": None}, "pass group"),
         ("grpo", {"group": [0]}, "each of the 2 rows"),

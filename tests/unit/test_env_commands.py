@@ -119,7 +119,7 @@ def test_an_environment_is_played_by_hand(game):
         "('(' was never closed (<unknown>, line 1))",
         "tool look: the call of look lacks the argument place",
         "final reward 1 (style 0.5)",
-        "the episode has ended, with 1.25 in all",
+        "the episode has ended, with rewards of 1.25 in all",
     ]
 
 
@@ -127,9 +127,14 @@ def test_a_game_without_tools_by_hand_and_its_early_end():
     with Play("builtin:guess", {"numbers": 4, "turns": 3}) as play:
         shown: list[str] = []
         assert by_hand(play, {"number": 3}, 0, lines("2", "3"), shown.append) == 1.0
-        assert shown[1:] == ["user: guess 1-4:", "user: higher", "reward 1", "the episode has ended, with 1 in all"]
+        assert shown[1:] == [
+            "user: guess 1-4:",
+            "user: higher",
+            "reward 1",
+            "the episode has ended, with rewards of 1 in all",
+        ]
         assert by_hand(play, {"number": 3}, 0, lines("2", "/quit", "3"), shown.append) == 0.0
-        assert shown[-1] == "the episode has ended early, with 0 in all"
+        assert shown[-1] == "the episode has ended early, with rewards of 0 in all"
 
 
 def test_a_history_of_the_environment_is_shown_and_is_all_that_a_model_sees(tmp_path):
@@ -204,7 +209,7 @@ def test_a_model_plays_and_its_calls_are_read(game):
         "double quotes at character 1.",
         "tool look: box False: red\ufffd",
     ]
-    assert shown[-1] == "the episode has ended, with 1.25 in all"
+    assert shown[-1] == "the episode has ended, with rewards of 1.25 in all"
     assert [message["role"] for message in heard[1]] == ["system", "user", "assistant", "tool", "tool"]
     assert [call["function"]["name"] for call in heard[1][2]["tool_calls"]] == ["look", "malformed_call"]
 
@@ -214,7 +219,11 @@ def test_a_real_model_plays(capsys):
     words = ["try", "builtin:guess", "--model", "tiny", "--episodes", "2", "--turns", "2", "--max-new-tokens", "4"]
     assert main([*words, "--row", '{"prompt": "2+2=", "number": 4}']) == 0
     out = capsys.readouterr().out
-    assert out.count("user: 2+2=") == 2 and out.count("-- episode") == 2 and "2 episodes, " in out
+    assert (
+        out.count("user: 2+2=") == 2
+        and out.count("-- episode") == 2
+        and "episodes: 2; rewards of an episode on average: " in out
+    )
     assert 2 <= out.count("assistant: ") <= 4
 
 

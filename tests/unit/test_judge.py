@@ -104,7 +104,7 @@ def test_what_is_no_verdict_is_asked_for_again_and_never_scores(start, content):
     assert (grader.spent.bad_verdicts, grader.spent.repeated) == (1, 1)
     grader, server = start(in_turn(Answer(content)), retries=2)
     (reward,) = grade(grader, item())
-    assert math.isnan(reward.score) and "no verdict in 3 attempts" in reward.ungraded
+    assert math.isnan(reward.score) and "no verdict (attempts: 3)" in reward.ungraded
     assert grader.ungraded == 1 and len(server.requests) == 3
 
 
@@ -383,7 +383,7 @@ def test_what_no_repetition_mends_ends_the_job_at_once(start, status, change):
 
 def test_budget_ends_the_job_with_the_setting_to_change(start):
     grader, server = start(graded(5), budget=3, concurrency=1)
-    with pytest.raises(RewardError, match="3 calls of the judge's budget are spent: raise budget"):
+    with pytest.raises(RewardError, match=r"the judge's budget is spent \(calls: 3\): raise budget"):
         grade(grader, *(item(str(i)) for i in range(5)))
     assert len(server.requests) == 3
     grader, server = start(lambda number, asked: Answer(verdict(5), seconds=0.05), budget=5, concurrency=4)

@@ -97,7 +97,7 @@ def test_what_is_no_verdict_is_left_out_and_never_scores():
         judge.submit((i, 0, i), item(text))
     rewards = {key[0]: reward for key, reward in judge.drain()}
     assert rewards[3].score == 0.5 and all(math.isnan(rewards[i].score) for i in range(3)) and judge.ungraded == 3
-    assert "no verdict in 3 attempts, at last because the judge's answer must be one JSON" in rewards[0].ungraded
+    assert "no verdict (attempts: 3), the last time because the judge's answer must be one JSON" in rewards[0].ungraded
     assert "because its answer did not end within" in rewards[1].ungraded
     assert rewards[2].ungraded == "the question has 9 tokens"
     assert [len(asks) for asks in engine.rounds] == [4, 2, 2], "no attempt helps a text that is too long"

@@ -518,7 +518,7 @@ def test_compute_loss_says_what_is_wrong():
     for options, match in (
         ({"name": "pppo"}, r"did you mean 'ppo'.*reinforce"),
         ({"clip_hi": 0.2}, r"clip_hi.*did you mean 'clip_high'.*clip_low, clip_high, dual_clip"),
-        ({"name": "gpg", "clip_low": 0.2}, "its settings are none"),
+        ({"name": "gpg", "clip_low": 0.2}, "its settings: none; tensors: "),
         ({"aggregation": "token_mean"}, r"token_mean.*did you mean 'token-mean'"),
         ({"name": "gmpo", "aggregation": "mean"}, "aggregation"),
         ({"advantages": b["advantages"][:, :2]}, r"advantages must be \(5, 7\)"),

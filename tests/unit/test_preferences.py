@@ -149,7 +149,7 @@ def test_pairs_that_cannot_be_compared_are_refused():
     with pytest.raises(RowError, match="it holds one labelled response, and this loss compares two"):
         encoder()({"prompt": "one", "completion": "two", "label": 1})
     row = {"prompt": "one", "chosen": "right " * 50 + "a", "rejected": "right " * 50 + "b"}
-    with pytest.raises(RowError, match=r"have the same tokens within 40 \(--data.max-tokens\)"):
+    with pytest.raises(RowError, match=r"have the same tokens up to token 40 \(--data.max-tokens\)"):
         encoder(max_tokens=40)(row)
     found = encoder(max_tokens=60, too_long="drop")(row | {"rejected": "no"})
     assert not found.sequences and found.notes["dropped"] == 1

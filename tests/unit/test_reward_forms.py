@@ -141,7 +141,7 @@ def test_functions_that_do_not_take_their_arguments_are_named_before_the_first_r
 def test_rows_that_do_not_fit_the_parameters_of_trls_functions_are_named(file, start):
     with pytest.raises(RewardError, match="prompt 0: ValueError: --reward.kwargs level: the row has a column of this"):
         graded(start(f"{file}:trl_everything", kwargs='{"level": 1}'), "x", level=1)
-    words = "it requires completion_ids, but the row has ground_truth, answer, solution, level, data_source, prompts"
+    words = "it requires completion_ids, but the arguments for this row are ground_truth, answer, solution, level,"
     with pytest.raises(RewardError, match=words):
         graded(start(f"{file}:trl_ids"), "x", level=1)
 

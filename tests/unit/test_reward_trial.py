@@ -144,7 +144,7 @@ def own(tmp_path):
 @pytest.mark.slow
 def test_right_answers_score_best_on_any_scale(rows, own, capsys):
     """Rewards below 1, above it, and less something for length: only the order of scores counts."""
-    below = "right answers get 1 or more in 0.0% of the rows, and eval/accuracy counts such scores alone"
+    below = "right answers get 1 or more in 0.0% of the rows, and eval/accuracy counts only these"
     above = "wrong answers get 1 or more in 100.0% of the rows, although less than right ones"
     for function, more, told in (
         (f"{own}:half", [], [below]),
@@ -242,7 +242,7 @@ def test_scores_that_are_not_finite_are_told_as_the_run_would(rows, tmp_path, ca
     assert main(flags(rows, f"{file}:f")) == 1
     assert "it returned the score nan, which is not finite" in capsys.readouterr().err
     assert main(flags(rows, f"{file}:f", "--filter.bad-sample", "skip", "--json")) == 1
-    assert any(each.startswith("24 of 228 answers get a score that is not finite") for each in said(capsys)["problems"])
+    assert any(each.startswith("scores that are not finite: 24 of 228;") for each in said(capsys)["problems"])
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_judge_that_does_not_answer_is_told_after_one_kind_of_answers(rows, tm
         server.close()
         if ok:
             assert found["notes"] == [
-                "right answers get 1 or more in 0.0% of the rows, and eval/accuracy counts such scores alone"
+                "right answers get 1 or more in 0.0% of the rows, and eval/accuracy counts only these"
             ]
             continue
         assert len(server.requests) == 2 * len(ROWS) and len(found["kinds"]) == 1

@@ -426,7 +426,7 @@ def test_a_job_whose_rows_are_all_dropped_fails_instead_of_saving(tmp_path, rows
     world = SimpleNamespace(rank=0, size=1, is_first=True, host_group=None)
     data = Rows(cfg, world, open_mixture(cfg), encode)  # type: ignore[arg-type]
     data.take(0, last=False)
-    with pytest.raises(ValueError, match="none of 4 rows of --data.train could be trained: all are refused, or longer"):
+    with pytest.raises(ValueError, match="none of 4 rows of --data.train could be trained on: all are refused, or lon"):
         data.take(1, last=True)
 
 

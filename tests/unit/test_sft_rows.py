@@ -143,8 +143,8 @@ def test_held_out_rows_that_are_left_out_are_told_at_the_start(tmp_path, caplog)
     session = SimpleNamespace(cfg=cfg, world=SimpleNamespace(is_first=True), note=said.append, warn=said.append)
     with caplog.at_level("INFO", logger="spmdrl"):
         assert len(evaluation_rows(session, encode)) == 2
-    assert said[0].startswith("1 rows of --data.eval are refused, the first one is") and f"{file}:3" in said[0]
-    assert said[1] == f"2 rows of {file} are held out, 1 dropped"
+    assert said[0].startswith("--data.eval: rows that are refused: 1; the first is") and f"{file}:3" in said[0]
+    assert said[1] == f"held-out rows of {file}: 2, 1 dropped"
     assert [line.split(f"{file}:")[1][:1] for line in caplog.messages] == ["3", "2"]
     file.write_text("")
     with pytest.raises(ValueError, match="rows.jsonl holds no rows"):

@@ -84,7 +84,7 @@ def test_rows_give_steps_and_labels(row):
         ({"labels": [-1, 0, 1]}, ["label 1 of its labels is int ('-1')"]),
         ({"labels": [1, "+", 1]}, ["label 2 of its labels is str", "true or false"]),
         ({"labels": [1, float("nan"), 1]}, ["label 2 of its labels is float ('nan')"]),
-        ({"labels": [None] * 3}, ["none of its 3 steps has a label", "leave the row out"]),
+        ({"labels": [None] * 3}, ["none of its steps has a label", "leave the row out"]),
         ({"labels": 1}, ["its labels are int", "a list"]),
         ({"completions": []}, ["its completions are empty"]),
         ({"completions": "one"}, ["its completions are str", "a list"]),
