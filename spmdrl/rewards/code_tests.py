@@ -111,7 +111,9 @@ def _parsed(text: str) -> object:
 def _from_pairs(row: dict[str, Any]) -> Tests:
     given, wanted, name = row.get("inputs"), row.get("outputs"), row.get("fn_name") or ""
     if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted) or not given:
-        sizes = [f"a list of {len(x)}" if isinstance(x, list) else type(x).__name__ for x in (given, wanted)]
+        sizes = [
+            f"a list of {len(x)}" if isinstance(x, list) else f"of the type {type(x).__name__}" for x in (given, wanted)
+        ]
         raise UngradedError(
             f"the inputs of tests are {sizes[0]} and the outputs {sizes[1]}: give two lists of equal length above 0"
         )

@@ -930,7 +930,7 @@ def test_notebook_says_what_is_wrong():
         ("grpo", {"epsilon": 1e-6}, "grpo takes no 'epsilon'.*did you mean 'eps'.*its settings: eps;"),
         ("grpo", {"gamma": 1.0}, "takes no 'gamma'"),
         ("grpo", {"group": None}, "pass group"),
-        ("grpo", {"group": [0]}, "each of the 2 rows"),
+        ("grpo", {"group": [0]}, "must be \\[2\\], one number or string for each row"),
         ("grpo", {"rewards": torch.rand(3)}, "rewards must be"),
         ("grpo", {"rewards": torch.tensor([1.0, math.nan])}, r"rewards of sequences \[1\]"),
         ("grpo", {"rewards": "high"}, "rewards must be a tensor"),

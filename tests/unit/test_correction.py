@@ -105,8 +105,8 @@ def test_weights_say_what_is_wrong():
         ("tis_token", 0.5, None, "mis_token"),
         ("tis_sequence", 0.5, None, "mis_sequence"),
         ("icepop", 3.0, 2.0, "low"),
-        ("mis_token", None, 0.0, "positive"),
-        ("mis_token", -1.0, None, "positive"),
+        ("mis_token", None, 0.0, "high > 0, got"),
+        ("mis_token", -1.0, None, "high > 0, got"),
     ):
         with pytest.raises(ValueError, match=match):
             correction_weights(kind, *args, low, high)

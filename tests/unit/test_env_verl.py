@@ -442,10 +442,10 @@ def test_an_interaction_answers_until_it_ends(users):
     row["extra_info"]["interaction_kwargs"]["name"] = "bare"
     assert asyncio.run(run(row, ["1"]))[1] == [("done", None, True)]
     row["extra_info"]["interaction_kwargs"]["name"] = "nobody"
-    with pytest.raises(ValueError, match="'nobody'; the YAML has teacher, endless, bare"):
+    with pytest.raises(ValueError, match="'nobody' .*; the YAML has teacher, endless, bare"):
         asyncio.run(run(row, ["1"]))
     del row["extra_info"]["interaction_kwargs"]["name"]
-    with pytest.raises(ValueError, match="'gsm8k'; the YAML has"):
+    with pytest.raises(ValueError, match="'gsm8k' .*; the YAML has"):
         asyncio.run(run(row, ["1"]))
 
 

@@ -334,7 +334,7 @@ def test_server_that_never_recovers_leaves_samples_ungraded(start, status):
     grader, server = start(in_turn(Answer(status=status, body='{"error": {"message": "no luck"}}')), retries=3)
     (reward,) = grade(grader, item())
     assert math.isnan(reward.score)
-    assert f"4 attempts, at last because the server answered {status} (no luck)" in reward.ungraded
+    assert f"(attempts: 4), the last time because the server answered {status} (no luck)" in reward.ungraded
     assert len(server.requests) == 4 and grader.ungraded == 1
 
 

@@ -146,7 +146,7 @@ def test_bad_rows_are_refused_by_name(why):
 
 
 def test_pairs_that_cannot_be_compared_are_refused():
-    with pytest.raises(RowError, match="it holds one labelled response, and this loss compares two"):
+    with pytest.raises(RowError, match="it holds one labelled response, and this loss needs pairs"):
         encoder()({"prompt": "one", "completion": "two", "label": 1})
     row = {"prompt": "one", "chosen": "right " * 50 + "a", "rejected": "right " * 50 + "b"}
     with pytest.raises(RowError, match=r"have the same tokens up to token 40 \(--data.max-tokens\)"):

@@ -31,7 +31,7 @@ def said(capsys) -> dict:
 def test_a_reward_that_fits_its_rows(rows, capsys):
     assert main(flags(rows, "gsm8k")) == 0
     out = capsys.readouterr().out
-    assert "gsm8k on 12 rows" in out and "nothing is wrong with what was tried" in out
+    assert "; number of rows: 12\n" in out and "nothing is wrong with what was tried" in out
     assert main(flags(rows, "gsm8k", "--json", "--rows", "5")) == 0
     found = said(capsys)
     by = {(each["answers"], each["written"]): each for each in found["kinds"]}
@@ -157,7 +157,7 @@ def test_right_answers_score_best_on_any_scale(rows, own, capsys):
             note.startswith(each) for note, each in zip(found["notes"], told, strict=True)
         ]
     assert main(flags(rows, "gsm8k", "--reward.more", f"{own}:short=0.01", "--reward.gate", "format")) == 0
-    assert "gsm8k + short on 12 rows" in capsys.readouterr().out
+    assert "gsm8k + short on " in capsys.readouterr().out
     # So much for length that saying nothing is best.
     assert main(flags(rows, "gsm8k", "--reward.more", f"{own}:short=0.5", "--json")) == 1
     best = (2 * (1 - 0.5 * len("It is 6.\n#### 6")) + 10 * (1 - 0.5 * len("It is 10.\n#### 10"))) / 12
