@@ -24,7 +24,14 @@ RESAMPLE, POWER = "filter.resample", "filter.resample_power"
 CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.1"
 """The key of the KL controller in files of other versions, the setting that replaces the key, and the value of this
 setting if a file lacks it."""
-MERGED = {"policy.recompute": "policy.activation_checkpointing", CONTROLLER: TARGET, POWER: RESAMPLE}
+RESHARD, GATHER = "policy.reshard_after_forward", "policy.gather"
+"""The key in files of other versions that is false for layers which stay gathered, and the setting that replaces it."""
+MERGED = {
+    "policy.recompute": "policy.activation_checkpointing",
+    CONTROLLER: TARGET,
+    POWER: RESAMPLE,
+    RESHARD: GATHER,
+}
 """Name of a setting in other versions -> the setting that replaces it, for hints about unknown names."""
 
 C = TypeVar("C")
@@ -92,6 +99,11 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
             _flatten(root, "", path, found, problems, itertools.count())
     except OverflowError as error:
         problems.append(f"--config {path}: {error}")
+    for entry in [entry for entry in found if entry[0] == RESHARD]:
+        value = (entry[1].values or [""])[0].lower()
+        if value in TRUE | FALSE:
+            found.remove(entry)
+            found += [(GATHER, replace(entry[1], values=["once"]))] if value in FALSE else []
     controller = dict(found).get(CONTROLLER)
     if controller and controller.values in (["fixed"], ["adaptive"]):
         default = Given([DEFAULT_TARGET], controller.origin)

@@ -20,7 +20,7 @@ from spmdrl.config.environment import acts_by
 from spmdrl.config.fields import flag, leaves, shown
 from spmdrl.config.judge import graded_by
 from spmdrl.config.presets import with_preset
-from spmdrl.config.raw_settings import CONTROLLER, DEFAULT_TARGET, POWER, RESAMPLE, with_power, with_target
+from spmdrl.config.raw_settings import CONTROLLER, DEFAULT_TARGET, POWER, RESAMPLE, RESHARD, with_power, with_target
 from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import Config, TrainingConfig
 from spmdrl.config.yaml_file import SUFFIXES
@@ -117,6 +117,7 @@ def differences(
         there = flat(nested)
         if there.get(CONTROLLER) in ("fixed", "adaptive"):
             there = with_target(there, there[CONTROLLER] == "adaptive", float(DEFAULT_TARGET))
+        there.pop(RESHARD, None)
         if (power := there.pop(POWER, None)) is not None and RESAMPLE in there:
             there[RESAMPLE] = with_power(there[RESAMPLE], power)
         wrote = entry_point(nested, kinds or {})

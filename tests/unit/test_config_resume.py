@@ -12,6 +12,7 @@ import yaml
 from spmdrl.checkpoint.folder import check_settings, write_config
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.engines import engine_name
+from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import resampling
 from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig
@@ -72,6 +73,17 @@ def test_resume_with_another_engine_is_a_change_also_where_auto_takes_it(folder,
     (folder / "config.yaml").write_text(text.replace("engine: vllm", "engine: auto"))
     assert lines(folder) == lines(folder, "--rollout.engine", "hf") == []
     assert lines(folder, "--rollout.engine", "vllm") == ["--rollout.engine: hf there, vllm here"]
+
+
+@pytest.mark.parametrize("written, gather", [("true", "auto"), ("false", "once")])
+def test_resume_and_files_read_whether_layers_stay_gathered(folder, tmp_path, written, gather):
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("  gather: auto", f"  reshard_after_forward: {written}"))
+    assert "reshard" in (folder / "config.yaml").read_text() and lines(folder) == []
+    assert load("--config", str(folder / "config.yaml")).policy.gather == gather
+    (tmp_path / "old.yaml").write_text("policy: {reshard_after_forward: perhaps}\n")
+    with pytest.raises(ConfigError, match="mean policy.gather"):
+        load("--config", str(tmp_path / "old.yaml"))
 
 
 def test_resume_and_files_read_the_power_of_resampling_that_stood_apart(folder, tmp_path):
