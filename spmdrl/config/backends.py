@@ -25,7 +25,7 @@ OF_FSDP = {
     "policy.attention": "needs --policy.backend fsdp; leave it out",
     "lora.rank": "adapters need --policy.backend fsdp; take 0",
 }
-"""Setting that only Megatron (`OF_MEGATRON`) or only FSDP (`OF_FSDP`) reads -> advice if the other one is chosen."""
+"""Setting that only Megatron (`OF_MEGATRON`) or FSDP (`OF_FSDP`) reads -> advice if the other backend is chosen."""
 NO_DTYPE = {
     "float64": "Megatron's optimizer does not support it; take float32",
     "float16": "only the fsdp backend has a loss scale; take bfloat16",
@@ -47,7 +47,7 @@ def way_to_gather(choice: str, size: int) -> str:
 
 
 def axis_product(config: Config) -> int:
-    """Return the product of the sizes of all axes but dp_shard (ep lies inside dp_shard)."""
+    """Return the product of the sizes of all axes but dp_shard; ep and etp are no factors, as they reuse its ranks."""
     axes = config.parallel
     return axes.dp_replicate * axes.sp * axes.cp * axes.tp * axes.pp
 
@@ -77,9 +77,10 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
     elif rest * axes.dp_shard != world_size:
         fits = f"{world_size // rest} or -1" if world_size % rest == 0 else "-1 with axes that divide the ranks"
         who = "the job has" if axes.placement == "colocated" else "training has"
+        have = f"{who} {world_size} {'rank' if world_size == 1 else 'ranks'}"
         problems.add(
             "parallel.dp_shard",
-            f"the axes multiply to {rest * axes.dp_shard} but {who} {world_size} ranks; dp-shard could be {fits}",
+            f"the axes multiply to {rest * axes.dp_shard} but {have}; dp-shard could be {fits}",
         )
     return problems
 
@@ -99,7 +100,8 @@ def _check_megatron(problems: Problems, world_size: int) -> None:
         fits = ", ".join(str(n) for n in range(1, stage + 1) if stage % (n * axes.etp) == 0)
         advice = f"--parallel.ep may be {fits}" if fits else f"lower --parallel.etp {axes.etp}"
         more = how_to_have_more(world_size)
-        problems.add("parallel.ep", f"pp x etp x ep = {rest} must divide {world_size} ranks{more}; {advice}")
+        ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
+        problems.add("parallel.ep", f"pp x etp x ep = {rest} must divide {ranks}{more}; {advice}")
     if axes.virtual_stages > 1 and axes.pp == 1:
         problems.add("parallel.virtual_stages", "needs --parallel.pp of at least 2")
     dense, frozen = axes.tp * axes.cp * axes.pp, axes.scoring_ranks

@@ -1,4 +1,4 @@
-"""Settings of a reward model that a YAML file describes: its model, labels, tokenizer and steps."""
+"""Settings of a reward model in a YAML file: its path, the weights of its labels, its tokenizer, reasoning steps."""
 
 import math
 from collections.abc import Collection
@@ -20,8 +20,8 @@ class ClassifierConfig:
     """Label -> factor on its score; a label that is not listed has factor 0. Empty: factor 1, for a model with one
     label."""
     tokenizer: Literal["auto", "own"] = "auto"
-    """Tokens that the model reads. `auto`: the policy's tokens if both tokenizers give them the same numbers; in all
-    other cases as `own`. `own`: the text, tokenized by the model's tokenizer."""
+    """Tokens that the model reads. `own`: the text in tokens of the model's tokenizer. `auto`: the policy's tokens if
+    both tokenizers give every token the same id, else as `own`."""
     steps: str = ""
     """Text that separates reasoning steps, each of which is scored at its end. Empty: only the end of the response is
     scored."""
@@ -66,9 +66,11 @@ def _problems(found: ClassifierConfig, given: Collection[str]) -> list[str]:
         if not math.isfinite(value)
     ]
     if found.weights and not any(found.weights.values()):
-        problems.append("weights: all of them are 0, so the model would score nothing; give one another weight")
+        problems.append("weights: all of them are 0, so every score would be 0; give a label a weight other than 0")
     if "reduce" in given and not found.steps:
-        problems.append(f"reduce {found.reduce!r}: applies to scores of steps only; name their separator in steps")
+        problems.append(
+            f"reduce {found.reduce!r}: applies to scores of steps only; set steps to the text between steps"
+        )
     return problems
 
 

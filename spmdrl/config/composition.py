@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def advantage_of(cfg: Any) -> "Advantage":
-    """Return the row of `--algo.advantage` in the table of advantages. Raises ValueError as `load_function` does."""
+    """Return the table row of `--algo.advantage`, or a new row for a function in a user's file.
+
+    Raises ValueError as `load_function` does.
+    """
     from spmdrl.algos.estimators import ADVANTAGES, own_advantage
 
     name = cfg.algo.advantage
@@ -22,7 +25,10 @@ def advantage_of(cfg: Any) -> "Advantage":
 
 
 def loss_of(cfg: Any) -> "Loss":
-    """Return the row of `--algo.loss` in the table of losses. Raises ValueError as `load_function` does."""
+    """Return the table row of `--algo.loss`, or a new row for a function in a user's file.
+
+    Raises ValueError as `load_function` does.
+    """
     from spmdrl.algos.losses import LOSSES, own_loss
 
     name = cfg.algo.loss
@@ -41,7 +47,10 @@ def advantage_alone(cfg: Any) -> bool:
 
 
 def aggregation(cfg: Any) -> str:
-    """Return the aggregation of per-token losses: `--algo.aggregation`, or if it is empty that of the loss's paper."""
+    """Return the aggregation of the loss: `--algo.aggregation`, or that of the loss's paper if the setting is empty.
+
+    A loss with one value for each sequence always has the aggregation of its paper.
+    """
     loss = loss_of(cfg)
     return loss.aggregation if loss.scope == "one per sequence" else cfg.algo.aggregation or loss.aggregation
 
@@ -49,8 +58,8 @@ def aggregation(cfg: Any) -> str:
 def needs(cfg: Any) -> frozenset[str]:
     """Return the inputs that a step needs in addition to samples, such as `critic`.
 
-    Raises ValueError if the advantage reads a field that no part of a step fills, or scores of steps that no model
-    gives.
+    Raises ValueError if the advantage's `needs` is not a tuple of known fields, or if the advantage reads scores of
+    reasoning steps and no model gives them.
     """
     from spmdrl.algos.estimators import ADVANTAGES
 
@@ -82,7 +91,7 @@ def needs(cfg: Any) -> frozenset[str]:
 
 
 def old_logp(cfg: Any) -> str:
-    """Return the source of old_logp: `update` (the update's forward), `policy` (a separate one) or `rollout` (engine).
+    """Return the source of old_logp: `update` (the update's forward), `policy` (an earlier one) or `rollout` (engine).
 
     Raises ValueError as `needs` does.
     """

@@ -1,7 +1,7 @@
 """Declarations of settings: default, valid values, the jobs that read the setting, and whether a resume may change it.
 
 A setting that is a plain field, without `setting`, takes every value of its type; every job that has its section reads
-it, and a resume must keep it.
+it, and a resume must keep it unless the section declares `FREE`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ C = TypeVar("C", bound=type)
 
 
 class Free:
-    """Reasons why a run may resume with another value of a setting: the setting does not change the results."""
+    """Reasons why a run may resume with another value of a setting: it does not change the weights that steps give."""
 
     WATCHED = "place and length of a run, and how it is observed"
     KEPT = "results that a run shows and keeps"

@@ -10,7 +10,7 @@ from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import Problems, refuse
 from spmdrl.config.learning import AlgoConfig, ShapingConfig
 from spmdrl.config.named import name_weight
-from spmdrl.config.plan import plan_lines
+from spmdrl.config.plan import count, plan_lines
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
 
@@ -21,11 +21,12 @@ class TeacherConfig(ReferenceConfig):
     """The teacher, a frozen model from which the student learns."""
 
     path: str = ""
-    """The teacher, in a form that `--model.path` takes. It reads the student's tokens; its vocabulary may be padded to
-    another length."""
+    """The teacher, in a form that `--model.path` takes. Unless `--distill.align` is set, it reads the student's tokens;
+    its vocabulary may be padded to another length."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.reference.refresh_every)
-    """Share of the student's weights in the teacher after each refresh (`--reference.refresh-every`). Below 1 the
-    teacher is a moving average of the student (SDFT, https://arxiv.org/abs/2601.19897); 1 copies the student."""
+    """Share m of the student in each refresh (`--reference.refresh-every`): the new teacher has the weights m x student
+    + (1 - m) x teacher. With m below 1 it is a moving average of the student (SDFT, https://arxiv.org/abs/2601.19897);
+    with m = 1 it is a copy of the student."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ class FurtherTeacher:
 
 
 def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
-    """Return the teachers of `--distill.more-teachers` by name. Raises ValueError for an entry of another form."""
+    """Return the teachers of `--distill.more-teachers` by name. Raises ValueError for an entry of a wrong form."""
     found = {}
     for number, spec in enumerate(specs, 2):
         form = f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source"
@@ -203,10 +204,8 @@ def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]
     if moves := config.reference.refresh_every:
         mix = config.reference.mix
         part = f"{mix:g} of the student and keeps {1 - mix:g} of itself" if mix != 1 else "the student's weights"
-        lines.append(f"teacher  takes {part} every {moves:,} steps")
+        lines.append(f"teacher  takes {part} every {count(moves, 'step')}")
     if given := distill.given_per_step:
-        sampled = config.rollout.prompts_per_step
-        lines.append(
-            f"given    {given:,} responses of the data set a step, in addition to {sampled:,} prompts that are sampled"
-        )
+        sampled = count(config.rollout.prompts_per_step, "prompt")
+        lines.append(f"given    {count(given, 'response')} of the data set a step, in addition to samples of {sampled}")
     return lines

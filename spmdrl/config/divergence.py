@@ -9,7 +9,7 @@ from spmdrl.config.fields import Problems
 
 @dataclass
 class DivergenceConfig:
-    """The divergence between the student and a teacher, which is the loss."""
+    """The loss of a student: its divergence from a teacher."""
 
     beta: float = setting(1.0, UNIT, only_with=lambda c: c.has_teacher)
     """Kind of divergence. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between: GKD's

@@ -36,7 +36,7 @@ LEAST = 8
 def redact(name: str, value: Any) -> Any:
     """Return the value of a setting without credentials, which are recognised by their form or by the setting's name.
 
-    Values other than text are not changed.
+    A tuple becomes a list of redacted items; values that are neither text nor lists are not changed.
     """
     if isinstance(value, tuple | list):
         return [redact(name, item) for item in value]

@@ -137,7 +137,10 @@ def layout_problems(config: Config, world_size: int) -> list[str]:
             advice = "does not work with adapters in the engine; take 1, or --lora.push merged"
         elif name == "ep" and size != ranks:
             over = f"all {ranks} ranks of an engine (tp x dp) or over none; take {ranks} or 1"
-            alone = f"the ranks of an engine, which has one; take 1, or --rollout.tp and --rollout.dp of {size} ranks"
+            alone = (
+                "the ranks of an engine, which has one; take 1, or --rollout.tp and --rollout.dp whose product is "
+                f"{size}"
+            )
             advice = f"{engine} spreads complete experts over {over if ranks > 1 else alone}"
         elif name == "dp" and engine == "vllm" and rollout.ep == 1:
             advice = f"vllm copies the attention only if ranks hold complete experts; take --rollout.ep {ranks}"
@@ -178,5 +181,5 @@ Part = Literal["model", "base", "adapter"]
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """Return the parts of the policy that are pushed to engines; of two parts, only the second changes later."""
+    """Return the parts of the policy that are pushed to engines; if there are two, only the second changes later."""
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

@@ -127,9 +127,9 @@ def environment_problems(cfg: Config) -> list[str]:
                 "env",
                 f"history branch repeats the tokens that branches share where "
                 f"{'--policy.share-prompts is off' if policy.backend == 'fsdp' else f'{policy.backend} trains'}, so "
-                f"--policy.max-tokens-per-microbatch {policy.max_tokens_per_microbatch} must be {longest} at least "
-                f"(max_turns {found.max_turns} x max_prompt_tokens {rollout.max_prompt_tokens} + max_new_tokens "
-                f"{rollout.max_new_tokens}); share prompts, or take history keep",
+                f"--policy.max-tokens-per-microbatch {policy.max_tokens_per_microbatch} must be at least {longest} "
+                f"(max_turns {found.max_turns} x (max_prompt_tokens {rollout.max_prompt_tokens} + max_new_tokens "
+                f"{rollout.max_new_tokens})); share prompts, or take history keep",
             )
     return problems
 
@@ -159,7 +159,8 @@ def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
 def acts_by(env: str) -> str:
     """Return a text that changes when a setting or a file that determines the content of episodes changes.
 
-    A resume compares it. Time limits do not change the text. Raises ValueError as `read_environment` does.
+    A resume compares it. Settings that are not in `DECIDE`, such as time limits, do not change the text. Raises
+    ValueError as `read_environment` does.
     """
     found = read_environment(env)
     name, _, attribute = found.environment.rpartition(":")

@@ -18,7 +18,7 @@ from spmdrl.config.plan import count, ranks, scorer_lines
 
 @hides(Job.EVALUATE)
 class EvaluationRunConfig(schema.RunConfig):
-    """The evaluation as a whole: its folder, seed, device, and limits of time."""
+    """The evaluation as a whole: its folder, seed, device, and time limits."""
 
 
 @hides(Job.EVALUATE)
@@ -72,9 +72,10 @@ class EvaluationConfig:
 
 
 def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config:
-    """Return the settings of a run that only evaluates, without training prompts, other models or checkpoints.
+    """Return the settings of a run that only evaluates, without other models or checkpoints.
 
-    prompts: as `--eval.prompts`. steps: training steps; 0 because no model trains, or 1 where checks need a step.
+    `data.train` names the evaluation's prompts, too. prompts: as `--eval.prompts`. steps: training steps; 0 because no
+    model trains, or 1 where checks need a step.
     """
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
     names = ("model", "parallel", "policy", "rollout", "env", "reward", "sandbox", "tracking")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
-    """A user's mistake in a setting. The message names the given value, its origin, and the valid values."""
+    """A user's mistake in a setting. The message names the setting and says what to change."""
 
 
 @functools.cache

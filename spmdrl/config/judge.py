@@ -205,7 +205,7 @@ def _conflicts(config: Config, found: list[tuple[str, JudgeConfig]]) -> list[str
 
 
 def _group_problems(config: Config, file: str) -> list[str]:
-    """Return a line for each setting by which a prompt has only one response, so that a judge has none to compare."""
+    """Return a line for each setting by which a prompt has only one response, which a judge cannot compare."""
     algo, problems = config.algo, []
     # remax also samples a greedy response, which the judge compares; an advantage in a user's file may do so, too.
     alone = algo.advantage != "remax" and ".py" not in algo.advantage

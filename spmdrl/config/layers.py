@@ -97,12 +97,12 @@ def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tupl
 
 
 def _has_critic(last: dict[str, list[str]]) -> bool:
-    """Return True if the chosen advantage reads the values of a critic."""
+    """Return True if the chosen advantage is a built-in one that reads the values of a critic."""
     preset = PRESETS.get("".join(last.get("algo.preset", [])[-1:]))
     named = last.get("algo.advantage") or ([preset.settings["algo.advantage"]] if preset else [])
     if not named:
         return False
-    from spmdrl.algos.estimators import ADVANTAGES  # imports torch
+    from spmdrl.algos.estimators import ADVANTAGES  # imported late because it needs torch
 
     row = ADVANTAGES.get(named[-1])
     return row is not None and "values" in row.fields

@@ -81,8 +81,9 @@ class AlgoConfig:
     entropy_coef: float = setting(0.0, FINITE)
     """Weight of the entropy bonus in the loss. 0: off."""
     old_logp: Literal["auto", "policy", "rollout"] = "auto"
-    """Source of old_logp. `policy`: a separate forward of the policy. `rollout`: the engine's logp (bypass). `auto`:
-    the update's forward, at no cost, if it gives the same values as `policy` (one update a step), else `policy`."""
+    """Source of old_logp. `policy`: a separate forward of the policy before the updates. `rollout`: the engine's logp
+    (bypass). `auto`: `rollout` with `--filter.replay-steps`; else the update's forward, at no cost, if a step makes one
+    update and nothing reads old_logp before it; else `policy`."""
     skip_zero_advantage: bool = setting(False, only_with=advantage_alone)
     """Leave sequences whose advantage is exactly zero out of the forward, because their gradient is zero. Metrics over
     tokens (clip_fraction, ...) then exclude these sequences. Refused if the loss has terms that the advantage does not
@@ -96,7 +97,7 @@ class CorrectionConfig:
     kind: Literal["auto", "none", "tis_token", "tis_sequence", "icepop", "mis_token", "mis_sequence"] = "auto"
     """Truncated (tis) or masked (mis, icepop) importance sampling, by token or by sequence. `auto`: tis_token if
     samples may come from other weights than the trainer's (rollout.staleness, rollout.partial_steps,
-    rollout.quantization), else none."""
+    rollout.quantization) and old_logp is not the engine's, else none."""
     low: float | None = setting(None, NOT_NEGATIVE, only_with=lambda c: correction(c) != "none")
     """Lower bound of a ratio; smaller ratios are masked (icepop, mis). None: the default of `kind`."""
     high: float | None = setting(None, POSITIVE, only_with=lambda c: correction(c) != "none")
@@ -113,7 +114,7 @@ class ShapingConfig:
     """Changes to rewards before advantages are computed."""
 
     reward_coef: float = setting(1.0, FINITE)
-    """Factor on the reward. With 0 the policy learns only from the KL to the reference or teacher."""
+    """Factor on the reward. With 0 the policy does not learn from rewards, as in distillation."""
     clip_low: float | None = setting(None, FINITE)
     """Rewards below this number are raised to it. None: no bound."""
     clip_high: float | None = setting(None, FINITE)
@@ -190,7 +191,7 @@ class CriticConfig:
     lr: float = setting(5e-4, NOT_NEGATIVE, only_with=lambda c: "critic" in needs(c))
     """Peak learning rate of the critic; its other optimizer settings are those of the policy."""
     clip: float | None = setting(0.2, POSITIVE, only_with=lambda c: "critic" in needs(c))
-    """Largest change of a value in one step (PPO's value clipping). None: no limit."""
+    """Change of a value in one step beyond which its loss is clipped (PPO's value clipping). None: no limit."""
     warmup_steps: int = setting(0, NOT_NEGATIVE, only_with=lambda c: "critic" in needs(c))
     """Number of first steps in which the critic learns and the policy does not (VAPO's value pretraining)."""
 

@@ -139,7 +139,8 @@ def _check_rewards(problems: Problems, loss: "Loss", advantage: "Advantage") -> 
     config: Config = problems.config
     algo, chosen = config.algo, config.filter
     if config.reward.model and "baseline" in advantage.fields:
-        problems.add("reward.model", f"{algo.advantage}'s greedy baseline does not include a model's score")
+        advice = f"{algo.advantage}'s greedy baseline does not include a model's score; leave one of the two out"
+        problems.add("reward.model", advice)
     try:
         resampling(chosen.resample)
     except ValueError as e:

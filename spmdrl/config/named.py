@@ -11,7 +11,7 @@ from spmdrl.config.user_code import function_of
 
 
 def name_problems(name: str, value: str, valid: Collection[str], file_allowed: bool) -> list[str]:
-    """Return a line if `value` is neither one of the `valid` names nor, with `file_allowed`, a function in a file."""
+    """Return a line unless `value` is empty, one of the `valid` names or, with `file_allowed`, a function in a file."""
     if not value or value in valid:
         return []
     if file_allowed and ".py" in value:
@@ -25,7 +25,7 @@ def name_problems(name: str, value: str, valid: Collection[str], file_allowed: b
 def file_problems(name: str, value: str, default: str) -> list[str]:
     """Return a line unless `value` names a top-level function of an existing file, which is parsed but not run.
 
-    name: the setting. default: function that a path without a function means; empty if it must name one.
+    name: the setting. default: the function's name if `value` is a path alone; empty if `value` must name it.
     """
     path, _, function = value.rpartition(":") if not value.endswith(".py") else (value, "", default)
     if not function:

@@ -7,6 +7,7 @@ from spmdrl.config.checks import run_problems
 from spmdrl.config.declare import FINITE, NOT_NEGATIVE, SHARE, Job, hides, section, setting
 from spmdrl.config.fields import Problems, refuse
 from spmdrl.config.learning import AlgoConfig
+from spmdrl.config.plan import count as counted
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import (
     PreferenceMethod,
@@ -27,7 +28,8 @@ class OnlineReferenceConfig(ReferenceConfig):
     path: str = setting("", only_with=lambda c: c.has_reference)
     """The reference model, in a form that `--model.path` takes. Empty: the starting model."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Share of the policy's weights in the reference after each refresh (`refresh_every`); 1 copies the policy."""
+    """Share m of the policy in each refresh (`refresh_every`): the new reference has the weights m x policy + (1 - m) x
+    reference. With m = 1 it is a copy of the policy."""
 
 
 @hides(Job.ONLINE)
@@ -52,7 +54,7 @@ class OnlinePreferenceConfig(Config):
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
     reference: OnlineReferenceConfig = section(OnlineReferenceConfig)
     preference: OnlineMethod = section(OnlineMethod)
-    # No advantage is computed; `reinforce` is chosen because its rules accept groups of any size.
+    # No advantage is computed. `reinforce` is chosen because the checks accept it with groups of any size.
     algo: AlgoConfig = section(AlgoConfig, advantage="reinforce")
     has_advantages: ClassVar[bool] = False
 
@@ -109,5 +111,5 @@ def online_lines(config: OnlinePreferenceConfig, world_size: int) -> list[str]:
         *lines,
         f"update   1 optimizer step a step, on at most {prompts * (1 if alone else 2):,} sequences: {what} of "
         f"{count:,} samples of each prompt; loss {weighted}",
-        *([f"reference moves every {moves:,} steps"] if moves else []),
+        *([f"reference moves every {counted(moves, 'step')}"] if moves else []),
     ]

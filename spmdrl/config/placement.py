@@ -26,10 +26,10 @@ def shown(config: Config, count: int, verb: str) -> str:
 
 
 def how_to_have_more(count: int) -> str:
-    """Return a hint on how to start more ranks than one; empty if a launcher has set their number."""
+    """Return a hint on how to start more ranks than one; empty if there are several or a launcher set their number."""
     if count > 1 or "WORLD_SIZE" in os.environ:
         return ""
-    return " (torchrun starts more; for a dry run of N set WORLD_SIZE=N)"
+    return " (torchrun starts more; for a dry run of N ranks set WORLD_SIZE=N)"
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
@@ -46,7 +46,7 @@ def role_problems(config: Config, world_size: int) -> list[str]:
     elif parallel.rollout_ranks < 1:
         problems.add(
             "parallel.rollout_ranks",
-            f"--parallel.placement split needs ranks that sample, and leaves the others of {world_size} to train",
+            f"--parallel.placement split needs at least 1 rank that samples; the remaining ranks of {world_size} train",
         )
     elif trainers(config, world_size) < 1:
         scoring = f" and {parallel.scoring_ranks} that score" if parallel.scoring_ranks else ""

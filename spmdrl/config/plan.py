@@ -25,15 +25,15 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
     microbatches = math.ceil(math.ceil(per_update / data_ranks) / max(1, budget // longest))
     return [
         f"ranks    {ranks(config, world_size)}",
-        f"rollout  {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt:,} samples = "
-        f"{sequences:,} sequences a step; {count(engines, 'engine')} of {count(config.engine_ranks, 'rank')}, "
+        f"rollout  {count(rollout.prompts_per_step, 'prompt')} x {count(rollout.samples_per_prompt, 'sample')} = "
+        f"{count(sequences, 'sequence')} a step; {count(engines, 'engine')} of {count(config.engine_ranks, 'rank')}, "
         f"{count(sequences / engines, 'sequence')} each",
         f"tokens   at most {longest:,} a sequence ({rollout.max_prompt_tokens:,} prompt + "
         f"{rollout.max_new_tokens:,} new), {sequences * longest:,} a step, {rank_sequences * longest:,} a rank",
         f"update   {count(updates, 'optimizer step')} a step, each on {count(per_update, 'sequence')} "
         f"({per_update / data_ranks:,.4g} a rank), in at most {count(microbatches, 'micro-batch', 'micro-batches')} "
         f"of {budget:,} tokens on a rank",
-        f"run      {count(config.run.steps, 'step')} = {config.run.steps * sequences:,} sequences, "
+        f"run      {count(config.run.steps, 'step')} = {count(config.run.steps * sequences, 'sequence')}, "
         f"{count(config.run.steps * updates, 'optimizer step')}; seed {config.run.seed}",
         *scorer_lines(config),
     ]

@@ -73,7 +73,8 @@ class FixedModelConfig:
     """Number of steps between moves of the reference to the policy's weights (TR-DPO,
     https://arxiv.org/abs/2404.09656). 0: the reference never changes."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Share of the policy's weights in the reference after each move (`refresh_every`); 1 copies the policy."""
+    """Share m of the policy in each move (`refresh_every`): the new reference has the weights m x policy + (1 - m) x
+    reference. With m = 1 it is a copy of the policy."""
     precompute: bool = setting(False, only_with=lambda c: c.has_reference)
     """Compute the reference's log-probabilities of all rows before the first step and store them in the run folder, so
     that no reference is in memory while the policy trains."""
@@ -207,7 +208,7 @@ def reference_problems(config: Any) -> list[str]:
 
 
 def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
-    """Return a line for each loss or setting of a loss that does not fit the others. losses: as `losses_of` returns."""
+    """Return a line for each loss or setting of a loss that does not fit the others. losses: value of `losses_of`."""
     from spmdrl.algos.preference import LOSSES
 
     rows, problems = {name: LOSSES[name] for name in losses if name in LOSSES}, []

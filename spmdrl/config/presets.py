@@ -1,7 +1,7 @@
 """Presets: published methods by name, each as values of settings that YAML files and flags override.
 
-A preset has only the settings that differ from the defaults of `schema.py`; a method's constants (clip ranges,
-temperatures) are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets.
+A preset names an advantage, a loss and an aggregation, and further settings only if they differ from their defaults;
+other constants of a method are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets.
 """
 
 import dataclasses

@@ -112,7 +112,10 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
 
 
 def one_resampling(found: Entries) -> Entries:
-    """Return the entries of all files and flags, with the power that old files hold merged into `filter.resample`."""
+    """Return the entries of all files and flags, with the power of the resampling `pow` as a part of `filter.resample`.
+
+    Files of other versions have this exponent under a key of its own (`POWER`).
+    """
     powers = [given.values or ["2"] for name, given in found if name == POWER and given.origin != COMMAND_LINE]
     if not powers:
         return found
@@ -156,7 +159,8 @@ def _flatten(
     node: yaml.Node, prefix: str, path: str, found: Entries, problems: list[str], nodes: Iterator[int]
 ) -> None:
     origin = f"{path}:{node.start_mark.line + 1}"
-    # An alias may refer to the section that contains it, or stand for very many entries, so both numbers are limited.
+    # An alias may refer to the section that contains it, or stand for very many entries, so levels and entries are
+    # limited.
     if next(nodes) > MOST_NODES or prefix.count(".") > MOST_LEVELS:
         raise OverflowError(f"line {node.start_mark.line + 1}: nested too deeply, or more than {MOST_NODES} entries")
     if isinstance(node, yaml.MappingNode):
@@ -202,7 +206,7 @@ def unknown_name(name: str, given: Given, valid: list[str]) -> str:
 
 
 def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
-    """Return the command line of one setting, for tyro. Raises ConfigError for text that does not fit its type."""
+    """Return the words of one setting, for tyro. Raises ConfigError for text that does not fit the setting's type."""
     where = flag(name) if given.origin == COMMAND_LINE else f"{given.origin}: {flag(name)}"
     values = given.values
     if values is None:

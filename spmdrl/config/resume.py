@@ -1,7 +1,7 @@
 """Compares the settings of a run folder with those of a run that resumes from it.
 
-Each setting declares whether a resume may change it (`declare.py`). If another setting changed, the results would
-belong neither to the old settings nor to the new ones.
+Each setting declares whether a resume may change it (`declare.py`). If one that a resume must keep changed, the results
+would belong neither to the old settings nor to the new ones.
 """
 
 import hashlib
@@ -48,8 +48,9 @@ def fixed_settings(cfg: TrainingConfig) -> dict[str, Any]:
 def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     """Return setting -> [file, hash of its content] for settings that a resume must keep and that name a user's file.
 
-    These files hold Python functions, jinja templates, environments, judges and reward models; files that they import
-    or name are not read. Raises ValueError for a file that cannot be read.
+    These files hold Python functions, jinja templates, environments, judges and reward models. Of a YAML file only the
+    settings that change results are hashed, and with those of an environment the files that it names. Files that Python
+    files import are not read. Raises ValueError for a file that cannot be read.
     """
     found = {}
     for name, value in flat(to_dict(cfg)).items():
@@ -74,8 +75,8 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
 def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
     """Return the entry point that wrote settings with these sections; "" if none could have written them.
 
-    kinds: entry point -> schema of its settings. The schema must have all sections, at least one of which its base
-    class lacks. If several schemas do, the one with the fewest sections is taken.
+    kinds: entry point -> schema of its settings. A schema fits if it has all of the sections and its base class lacks
+    at least one of them. If several schemas fit, the one with the fewest sections is taken.
     """
     # Sections that no schema has come from another version and are ignored.
     there = set(sections) & {each.name for schema in kinds.values() for each in fields(schema)}
@@ -105,9 +106,9 @@ def differences(
 ) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
-    A setting that the file lacks counts as its default, because the file may be older than the setting. If the file
-    names no chat template, its run rendered messages with ChatML, so `chatml` is no change. given: settings that the
-    user named. kinds: as in `entry_point`.
+    A setting that the file lacks counts as its default, because the file may be older than the setting. An older
+    version rendered messages with ChatML if no chat template was named, so `chatml` is no change unless the user names
+    it. given: settings that the user named. kinds: as in `entry_point`.
     """
     out, there = Differences(), {}
     try:

@@ -18,8 +18,7 @@ class ScoredDataConfig(PreferenceDataConfig):
     margin_column: str = setting("margin", only_with=lambda c: c.reads_pairs)
     """Column with the margin by which the better response should score higher. The column may be missing."""
     output_column: str = setting("output", only_with=lambda c: c.reads_pairs and len(c.reward_model.outputs) > 1)
-    """Column with the name of the output that a row's preference is about, if there are several
-    `--reward-model.outputs`."""
+    """Column with the name of the score, one of several `--reward-model.outputs`, that a row's preference is about."""
     steps_column: str = setting("completions", only_with=lambda c: not c.reads_pairs)
     """Column with the steps of a response, a list of texts."""
     labels_column: str = setting("labels", only_with=lambda c: not c.reads_pairs)
@@ -48,7 +47,7 @@ class RewardModelMethod:
 @hides(Job.REWARD_MODEL)
 @dataclass
 class RewardModelConfig(SupervisedConfig):
-    """Training of a reward model on preferences. Every rank runs this same program."""
+    """Training of a reward model on pairs of responses or on labelled steps. Every rank runs this same program."""
 
     run: SupervisedRunConfig = section(SupervisedRunConfig, name="reward_model")
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-5)
@@ -66,7 +65,9 @@ def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
     names, longest = config.reward_model.outputs, config.data.max_tokens * (2 if config.reads_pairs else 1)
     problems = Problems(config, supervised_problems(config, world_size, longest))
     if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
-        problems.add("reward_model.outputs", "give each score a different name, other than mean")
+        problems.add(
+            "reward_model.outputs", "give each score a different name, other than mean and LABEL_0, LABEL_1, ..."
+        )
     problems += [] if config.reads_pairs else _step_problems(config)
     if config.policy.backend == "megatron":
         problems.add("policy.backend", "only the fsdp backend trains a new head; take fsdp")

@@ -1,7 +1,8 @@
-"""All settings of a run, one dataclass for each section; the text under a field is its `--help`.
+"""Settings of a reinforcement learning run, and those that all training jobs share: one dataclass for each section.
 
-The module imports nothing heavy, so that `--help` answers at once. Rules between settings are in `checks.py`; `load.py`
-makes a `Config` from YAML files and flags.
+The sections of the learning method are in `learning.py`. The text under a field is its `--help`; the module imports
+nothing heavy, so that `--help` answers at once. `checks.py` applies the rules between settings; `load.py` makes a
+`Config` from YAML files and flags.
 """
 
 import math
@@ -28,7 +29,7 @@ from spmdrl.config.declare import (
 
 @dataclass
 class RunConfig:
-    """The run as a whole: its folder, length, seed, device, and limits of time."""
+    """The run as a whole: its folder, length, seed, device, and time limits."""
 
     dir: str = setting("", free=Free.WATCHED)
     """Run folder, for the resolved config, metrics, samples, logs and checkpoints. Empty: `runs/<name>`."""
@@ -37,8 +38,8 @@ class RunConfig:
     steps: int = setting(60, COUNT, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
     """Number of training steps. A step samples experience once and makes optimizer updates with it."""
     seed: int = setting(0, NOT_NEGATIVE)
-    """Seed of all random draws. Every draw depends only on (seed, step, prompt, sample, turn), so the number of ranks
-    does not change it."""
+    """Seed of all random draws. The draws of a sample depend only on (seed, step, prompt, sample, turn), so the number
+    of ranks does not change them."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", free=Free.WATCHED)
     """Device to run on. `auto`: GPUs if torch sees one for each local rank, else the CPU."""
     timeout: float = setting(600.0, POSITIVE, free=Free.WATCHED)
@@ -64,7 +65,7 @@ class RunConfig:
         free=Free.WATCHED,
         unread_by=(Job.EVALUATE,),
     )
-    """Save the batch of an optimizer step whose gradient norm exceeds this factor times the median of the last 32
+    """Save the batch of an optimizer step whose gradient norm exceeds this factor times the median norm of the last 32
     steps, for `python -m spmdrl.tools.replay`. A run saves at most 3 of these batches, and at most 3 whose norm is not
     finite. 0: save only batches whose norm is not finite."""
 
@@ -82,8 +83,8 @@ class ModelConfig:
     trust_remote_code: bool = setting(False, free=Free.LIMIT)
     """Run Python code that comes with the model. Off: models that need their code are refused."""
     self_check: bool = setting(True, free=Free.COMPUTED)
-    """Compare logp of packed sequences at the start with logp of each sequence alone in plain transformers, and the
-    engine's logp after the first push with the trainer's (docs/policy.md)."""
+    """At the start, compare logp of packed sequences with logp of each sequence alone in plain transformers. After the
+    first push, compare the engine's logp with the trainer's (docs/policy.md)."""
 
 
 @dataclass
@@ -96,8 +97,8 @@ class ParallelConfig:
     FREE: ClassVar[str] = Free.LAYOUT
 
     placement: Literal["colocated", "split"] = setting("colocated", unread_by=(Job.SUPERVISED,))
-    """Which ranks train and sample. `colocated`: every rank does both in turn (the engine sleeps and wakes). `split`:
-    the last ranks sample while the others train."""
+    """How training and sampling are divided over the ranks. `colocated`: every rank does both in turn (the engine
+    sleeps and wakes). `split`: the last ranks only sample, and the others train or score."""
     rollout_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
     """Number of ranks that sample under `split`."""
     scoring_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
@@ -109,7 +110,8 @@ class ParallelConfig:
     dp_shard: int = setting(
         -1, Rule(lambda x: x == -1 or x >= 1, "must be at least 1, or -1 for all ranks the other axes leave")
     )
-    """FSDP: number of ranks over which parameters are sharded. -1: all training ranks that the other axes leave."""
+    """FSDP: number of ranks over which parameters are sharded. Megatron: number of data-parallel ranks, over which
+    AdamW's state is sharded. -1: all training ranks that the other axes leave."""
     sp: int = setting(1, COUNT)
     """FSDP: number of ranks that divide the tokens of a micro-batch (Ulysses). It must divide the number of the model's
     attention heads."""
@@ -118,7 +120,7 @@ class ParallelConfig:
     tp: int = setting(1, COUNT)
     """Megatron: number of ranks that divide every matrix and the vocabulary (for the engine, see `--rollout.tp`)."""
     sequence_parallel: bool = True
-    """Megatron: divide the tokens over the tp ranks between the tensor-parallel parts of a layer."""
+    """Megatron: outside the tensor-parallel parts of a layer, divide the tokens over the tp ranks."""
     pp: int = setting(1, COUNT)
     """Megatron: number of pipeline stages, which divide the layers."""
     first_stage_layers: int = setting(0, NOT_NEGATIVE)
@@ -159,7 +161,7 @@ class OptimizerConfig:
     min_lr_ratio: float = setting(0.0, UNIT, only_with=lambda c: c.optimizer.schedule != "constant")
     """Final learning rate as a share of the peak (linear, cosine)."""
     decay_share: ClassVar[float] = 1.0
-    """Share of the steps in which the learning rate falls; only jobs on given rows can set it (supervised.py)."""
+    """Share of the steps after warm-up in which the learning rate falls; only some jobs can set it (supervised.py)."""
     bad_steps: int = setting(3, NOT_NEGATIVE, free=Free.LIMIT)
     """The job ends after this many consecutive optimizer steps whose loss or gradient is not finite; before that, these
     steps are skipped. 0: the first one ends the job."""
@@ -190,19 +192,19 @@ class PolicyConfig:
     """Multi-token-prediction heads of the starting checkpoint, which are never trained: `skip` leaves them out of saved
     models, `keep` copies them unchanged."""
     gather: Literal["auto", "whole", "once", "layers"] = setting("auto", free=Free.COMPUTED)
-    """FSDP: how often a rank gathers weights that are divided over the ranks. `layers`: a layer before its forward and
-    again before its backward; it is freed after both, which needs the least memory. `once`: a layer before its first
-    forward; it stays until the last micro-batch of an update, or of a pass without gradients. `whole`: like `once`, but
-    all layers together, which takes the least time in small models. `auto`: `whole` for models of up to 2 GiB in the
-    type of the forward, `once` for up to 8 GiB, else `layers`."""
+    """FSDP: when a rank gathers the weights that are divided over the ranks. `layers`: each layer before its forward
+    and again before its backward; after both it is freed, which needs the least memory. `once`: each layer before its
+    first forward; it is kept until the last micro-batch of an update, or of a pass without gradients. `whole`: as
+    `once`, but all layers together, which takes the least time in small models. `auto`: `whole` for models of up to 2
+    GiB in the type of the forward, `once` for models of up to 8 GiB, else `layers`."""
     reduce_gradients: Literal["last", "each"] = setting("last", free=Free.COMPUTED)
     """FSDP: when gradients are summed over the ranks. `last`: after the last micro-batch of an update; until then each
     rank holds gradients of the complete model (4 bytes a parameter). `each`: after each micro-batch; a rank then holds
     only its shard of the gradients, and communicates more."""
     attention: Literal["auto", "flash", "varlen", "padded", "eager"] = setting("auto", free=Free.COMPUTED)
     """Attention over packed sequences. `flash`: flash-attn's kernel. `varlen`: torch's kernel. `padded`: causal SDPA
-    for each sequence. `eager`: plain softmax. `auto`: on a GPU in 16 bits `flash` if it is installed, else `varlen`; in
-    all other cases `padded`."""
+    for each sequence. `eager`: plain softmax. `auto`: for each layer the first of `flash` and `varlen` that is
+    installed and supports it, which needs a GPU and 16 bits; if neither does, `padded`."""
     chunked_loss: bool = setting(True, free=Free.COMPUTED)
     """FSDP: compute a loss that is independent for each token in chunks of tokens, together with the output head. If a
     micro-batch has several chunks (on a GPU a chunk has 1,900 tokens for 152k bfloat16 logits a token), this saves a
@@ -214,13 +216,17 @@ class PolicyConfig:
     """Compute the prompt that the samples of a group share only once, in forward and backward. This changes speed and
     memory, and never the result."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Place of parameters and optimizer state, also of the critic's, while the engine samples. `none`: on the device.
-    `host`: in pinned host memory (on a CPU they are not moved). `disk`: in a temporary file in $TMPDIR or /var/tmp."""
+    """Place of the parameters and optimizer states of all models that train while the engine samples. `none`: on the
+    device. `host`: in pinned host memory (on a CPU they are not moved). `disk`: in a temporary file in $TMPDIR or
+    /var/tmp."""
 
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (LoRA) on the policy. Only the adapters train; the KL's reference is the model without them."""
+    """Low-rank adapters (LoRA) on the policy. Only the adapters train.
+
+    The KL's reference is the model without them, unless `--reference.path` names another model.
+    """
 
     rank: int = setting(0, NOT_NEGATIVE)
     """Rank of the adapters. 0: no adapters, and every weight trains."""
@@ -258,8 +264,8 @@ class RolloutConfig:
     """Sampling: the number and length of samples, and the engine."""
 
     engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
-    """Engine that samples. `auto`: vLLM if it is installed for the run's device, else the HF engine. `sglang` needs
-    `launch/install.sh --sglang`."""
+    """Engine that samples. `auto`: vLLM if it is installed for the run's device and supports `--model.dtype`, else the
+    HF engine. `sglang` needs `launch/install.sh --sglang`."""
     tp: int = setting(1, COUNT, free=Free.DRAWN)
     """Number of ranks that divide an engine's matrices. tp x dp ranks share one engine; this product must divide the
     number of ranks that sample."""
@@ -277,8 +283,8 @@ class RolloutConfig:
     """Maximum number of tokens of a prompt. Longer prompts are dropped when the prompts are read; the log shows their
     number."""
     max_new_tokens: int = setting(8, COUNT)
-    """Maximum number of tokens of a response. The default shown is for the demo. For another model on your own rows it
-    is 1024, or half of the model's context if that is less."""
+    """Maximum number of tokens of a response; with `--env`, of all tokens after an episode's prompt. The default shown
+    is for the demo. For another model on your own rows it is 1024, or half of the model's context if that is less."""
     temperature: float = setting(1.0, POSITIVE, unread_by=(Job.EVALUATE,))
     """Sampling temperature. Engine and trainer also compute logp at this temperature."""
     top_p: float = setting(1.0, SHARE, unread_by=(Job.EVALUATE,))
@@ -393,10 +399,12 @@ class RewardConfig:
     workers: int = setting(1, COUNT, free=Free.LIMIT)
     """Number of grading processes on each rank, for rewards that may take long."""
     timeout: float = setting(5.0, POSITIVE, free=Free.LIMIT)
-    """Maximum number of seconds that one grading may take; after this time its process is killed."""
+    """Maximum number of seconds that one grading in a grading process may take; after this time the process is killed.
+    A grading that runs tests of a program has the limits of `--sandbox` instead."""
     on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=Free.LIMIT)
     """Consequence of a grading that was killed. `error`: the job ends. `zero`: the score and all its parts are 0, and
-    `reward/timeouts` counts it. `auto`: `error` for functions in files, else `zero`."""
+    `reward/timeouts` counts it. `auto`: `error` for functions in files, else `zero`. A killed grading that ran tests of
+    a program always leaves its sample out (`max_ungraded`)."""
     max_ungraded: float = setting(0.05, UNIT, free=Free.LIMIT)
     """Largest share of a step's samples that may have no score, because the tests of their rows cannot be read, or the
     sandbox or the judge failed repeatedly. These samples are left out; if there are more, the job ends."""
@@ -455,7 +463,7 @@ class CheckpointConfig:
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(0, NOT_NEGATIVE)
-    """Number of steps between checkpoints. 0: only at the end of the run."""
+    """Number of steps between checkpoints. 0: a checkpoint is saved only when the run ends or is preempted."""
     keep: int = setting(2, COUNT)
     """Number of newest checkpoints to keep. Older ones are removed only after a new one was read back from the disk and
     verified."""
@@ -552,7 +560,7 @@ class Config(TrainingConfig):
 
     @property
     def has_reference(self) -> bool:
-        """True if the update reads log-probabilities of a frozen model."""
+        """True if the run has a reference: a frozen model whose log-probabilities training reads."""
         enabled = self.reference.enabled
         return enabled == "on" or (enabled == "auto" and self.algo.kl_coef != 0)
 

@@ -45,8 +45,8 @@ class SFTTeacher(DivergenceConfig):
     temperature: float = setting(1.0, POSITIVE, only_with=lambda c: c.has_teacher)
     """Temperature by which the logits of teacher and student are divided."""
     write: str = setting("", only_with=lambda c: c.has_teacher)
-    """Folder into which the job writes the teacher's most likely tokens at all trained positions of `--data.train`; it
-    does not train. Empty: nothing is written, and the job trains."""
+    """Folder into which the job writes the teacher's most likely tokens at all trained positions of `--data.train`,
+    without training. Empty: nothing is written, and the job trains."""
     read: str = ""
     """Folder that a job with `write` filled, from which the student learns without a teacher in memory. If
     `--teacher.path` is given, it must be the teacher that filled the folder. Empty: no folder is read."""
@@ -83,9 +83,9 @@ def _teacher_problems(config: SFTConfig) -> list[str]:
     teacher = config.teacher
     problems = Problems(config, divergence_problems(config, "teacher"))
     if config.sft.loss != "nll":
-        problems.add("sft.loss", "the loss is the divergence from --teacher.path; leave one out")
+        problems.add("sft.loss", "the loss is the divergence from the teacher (--teacher.*); leave one of the two out")
     if config.sft.add_tokens:
-        problems.add("sft.add_tokens", "the tokenizer of --teacher.path lacks them; take none")
+        problems.add("sft.add_tokens", "the tokenizer of the teacher (--teacher.*) lacks them; take none")
     if teacher.write and teacher.read:
         problems.append("--teacher.write, --teacher.read: a job writes or learns; leave one of them out")
     elif name := "--teacher.write" * bool(teacher.write) or "--teacher.read" * bool(teacher.read):

@@ -26,7 +26,7 @@ from spmdrl.config.rules import rows_and_checkpoint_problems, rule_problems
 
 @dataclass
 class SupervisedRunConfig(schema.RunConfig):
-    """The job as a whole: its folder, length, seed, device, and limits of time."""
+    """The job as a whole: its folder, length, seed, device, and time limits."""
 
     steps: int = setting(0, NOT_NEGATIVE, free=Free.WATCHED)
     """Number of optimizer steps. 0: as many as `--data.epochs` passes over the rows need."""
@@ -45,7 +45,8 @@ class SupervisedOptimizerConfig(schema.OptimizerConfig):
     """Peak learning rate of AdamW."""
     decay_share: float = setting(1.0, SHARE, only_with=lambda c: c.optimizer.schedule != "constant")  # type: ignore[misc]
     """Share of the steps after warm-up in which the learning rate falls (linear, cosine); they are the last steps of
-    the run. Below 1, the rate first stays at its peak (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
+    the run. If the share is below 1, the learning rate stays at its peak between the warm-up and these steps (warm-up,
+    stable, decay: https://arxiv.org/abs/2404.06395)."""
 
 
 @dataclass
@@ -129,7 +130,8 @@ class GenerateConfig:
     temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.generate.every)
     """Sampling temperature. 0: the most likely token is always taken (greedy)."""
     engine: Literal["auto", "vllm", "sglang", "hf"] = setting("auto", only_with=lambda c: c.generate.every)
-    """Engine that samples. `auto`: vLLM if it is installed for the job's device, else the HF engine."""
+    """Engine that samples. `auto`: vLLM if it is installed for the job's device and supports `--model.dtype`, else the
+    HF engine."""
 
 
 @dataclass
@@ -155,7 +157,7 @@ def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | No
 
 
 def streams(config: SupervisedConfig) -> list[str]:
-    """Return the sources of `--data.train` that can only be read once, from the start."""
+    """Return the sources of `--data.train` that are streams, whose rows can only be read from the first one on."""
     return [spec for spec in config.data.train if spec.startswith("stream:") or ".jsonl.gz" in spec]
 
 
@@ -186,12 +188,12 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
         advice = f"{row} must fit --policy.max-tokens-per-microbatch {budget}; lower it, or raise that"
         problems.add("data.max_tokens", advice)
     if config.generate.every and not config.is_evaluated:
-        problems.add("generate.every", "its prompts come from --data.eval, which is missing")
+        problems.add("generate.every", "its prompts come from --data.eval: name rows there, with --eval.every above 0")
     return problems + rows_and_checkpoint_problems(config, "" if config.is_evaluated else "without --data.eval")
 
 
 def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
-    """Return settings of a reinforcement learning run whose engine samples for this job. folder: the model's."""
+    """Return settings of a reinforcement learning run whose engine samples for this job. folder: the model folder."""
     wanted, parallel = config.generate, config.parallel
     shared = {each.name: getattr(parallel, each.name) for each in fields(schema.ParallelConfig)}
     rollout = schema.RolloutConfig(
@@ -216,7 +218,8 @@ def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
 def supervised_lines(config: SupervisedConfig, world_size: int) -> list[str]:
     """Return the lines of the job's plan, which are printed at the start and by `--dry-run`."""
     data, budget = config.data, config.policy.max_tokens_per_microbatch
-    length = f"{config.run.steps:,} steps" if config.run.steps else f"{data.epochs:g} times through the rows"
+    passes = f"{count(data.epochs, 'pass', 'passes')} over the rows"
+    length = count(config.run.steps, "step") if config.run.steps else passes
     return [
         f"ranks    {ranks(config, world_size)}",  # type: ignore[arg-type]
         f"data     {', '.join(config.data.train)}",

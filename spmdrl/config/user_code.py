@@ -32,7 +32,7 @@ def import_file(path: Path, ahead: bool = False) -> ModuleType:
     """Import a user's file, which may import files in its folder; it is imported again only after it has changed.
 
     ahead: True if files in the folder take precedence over installed packages of the same name, which suits a process
-    that only runs user code. A rank that trains imports packages late, and a user's file must not replace one of them.
+    that only runs user code. A rank that trains imports packages lazily, and a user's file must not shadow one of them.
 
     Raises ValueError with file and line if the import fails.
     """

@@ -16,7 +16,7 @@ SUFFIXES = (".yaml", ".yml")
 """Suffixes by which the value of a setting is recognised as the path of a YAML file."""
 KINDS = {
     str: "text",
-    int: "a number",
+    int: "a whole number",
     float: "a number",
     dict: "a list of names with numbers, such as {helpfulness: 0.65}",
 }
@@ -130,7 +130,7 @@ def _repeated(root: yaml.Node | None) -> list[str]:
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name, line = str(key.value), key.start_mark.line + 1
             if name in seen:
-                problems.append(f"{of}{name} is given twice, in lines {seen[name]} and {line}; leave one of them")
+                problems.append(f"{of}{name} is given twice, in lines {seen[name]} and {line}; remove one of them")
             seen[name] = line
     return problems
 

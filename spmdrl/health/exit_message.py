@@ -54,7 +54,7 @@ def advice(error: BaseException) -> str:
     if lost_peer(error):
         lost = briefly(lambda: heartbeats[0].lost() or heartbeats[0].missing(), "") if heartbeats else ""
         return f"another rank ended{f': {lost}' if lost else ''}; see its log, or torchrun's output. {resume()}"
-    # Reading the frames opens source files, so it is left out for other types.
+    # Reading the frames opens source files, so it is done only for these types.
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, USER_MISTAKES) else []
     # A library or a user's function may raise the same types, with a message that does not advise the user.
     reported = frames and str(Path(__file__).parents[1]) in frames[-1].filename
@@ -102,7 +102,7 @@ def lost_steps() -> str:
 
 
 def failure_line(error: BaseException) -> str:
-    """Return the last line of a rank that failed: its position, phase, error and advice."""
+    """Return the last line of a rank that failed: the rank and its host, the phase, the error and advice."""
     text = str(error)
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
         # C++ errors begin with their place in the sources and end with stack frames, which are removed.
@@ -114,5 +114,5 @@ def failure_line(error: BaseException) -> str:
 
 
 def last_line(what: str) -> str:
-    """Return the last line of this rank: its position, then the text."""
+    """Return the last line of this rank: its number and its host, then the text `what`."""
     return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")

@@ -34,7 +34,7 @@ exit_lock = threading.Lock()
 
 
 def is_first_to(what: str = "failed") -> bool:
-    """Return True on the first rank that calls this, so that one rank prints; if the store fails, on every rank."""
+    """Return True on the first rank that calls this with `what`, so that one rank prints; on all if the store fails."""
     with suppress(Exception):
         if heartbeats:
             return heartbeats[0].plain.add(what, 1) == 1
@@ -76,7 +76,10 @@ def _exit_job(
     outcome: str = "failed",
     error: BaseException | None = None,
 ) -> None:
-    """Write the flight record, print the cause on one rank, kill ranks that do not react, and end this process."""
+    """Write the flight record, print the cause on one rank, and end this process.
+
+    Ranks of this machine that do not react are killed before, unless the exit code is 0.
+    """
     exiting.set()
     if not exit_lock.acquire(blocking=False):
         time.sleep(60)
@@ -225,8 +228,8 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
     """End the whole job on any exception in this context, with rank, host, phase, cause and advice in one last line.
 
     The process exits without cleaning up, because destructors of a broken group may wait for ranks that are gone;
-    torchrun then ends the other ranks. Exit codes: 1 after an error, 130 after Ctrl-C, 143 after SIGTERM for a lost
-    rank.
+    torchrun then ends the other ranks. Exit codes: 1 after an error, 0 if the grace period of a request to leave is
+    over, and 128 + n if signal n ended the rank, such as 130 (Ctrl-C) and 143 (SIGTERM, because a rank is lost).
 
     phase: returns the phase in progress. before_exit: called before the process exits.
     """

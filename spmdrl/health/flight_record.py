@@ -105,10 +105,9 @@ def write(
 ) -> Path | None:
     """Write this rank's record into the run folder; return its path, or None if that fails. Any thread may call this.
 
-    why: the last line of this rank. others: last heartbeat of every rank, known to a few ranks; it is the only trace of
-    a killed rank.
-    error: error whose stack is written; None for the main thread's stack. frames: True to write the line of each
-    collective, too.
+    why: the last line of this rank. others: last heartbeat of every rank, which only a few ranks know; it is the only
+    trace of a killed rank. error: error whose stack is written; None for the main thread's stack. frames: True to write
+    the line of each collective, too.
     """
     folder = rank_status.folder
     if folder is None:

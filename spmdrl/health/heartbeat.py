@@ -153,7 +153,7 @@ class Heartbeat(threading.Thread):
             preemption.accept(Request(**json.loads(self.store.get("leave"))))
 
     def publish_request(self, request: Request) -> None:
-        """Publish a request to leave, which every rank reads within a beat."""
+        """Publish a request to leave, which every rank reads at its next beat."""
         with suppress(Exception):
             self.side_store.set("leave", json.dumps(asdict(request)))
 
@@ -164,10 +164,12 @@ class Heartbeat(threading.Thread):
         if os.getppid() != self.me.parent:
             return "torchrun is gone"
         gone = [rank for rank, process in sorted(self.siblings.items()) if not state_of(process)]
-        return f"rank {', '.join(map(str, gone))} is lost" if gone else ""
+        if len(gone) == 1:
+            return f"rank {gone[0]} is lost"
+        return f"ranks {', '.join(map(str, gone))} are lost" if gone else ""
 
     def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict]:
-        """Return the last beats of some ranks, by default of all; empty if one of them has not sent any yet."""
+        """Return the last beats of some ranks, by default of all; empty if a beat is missing or the store is silent."""
         ranks = list(range(self.size) if ranks is None else ranks)
         with suppress(Exception):
             found = self.side_store.multi_get([f"at/{rank}" for rank in ranks]) if ranks else []

@@ -1,7 +1,7 @@
 """The positions of all ranks when a job ends: a few ranks read all heartbeats, and write a summary for the others.
 
 If every rank of a job of 1,024 read all heartbeats, the store would have to send a million of them (200 MB) in the
-seconds in which the job ends, and the flight records would contain as many.
+seconds in which the job ends, and the flight records would contain as many beats.
 """
 
 import json

@@ -80,8 +80,8 @@ def empty_model(
     Parameters and persistent buffers have no values, and tied parameters are one object. Buffers that checkpoints do
     not contain, such as rotary tables, are on the CPU with the values that transformers' `from_pretrained` gives them.
 
-    Arguments and errors are those of `build_model`; a quantised folder gives a model without quantisation. A model
-    family that does not support `attn_implementation` gets its default attention.
+    Arguments and errors are as in `build_model`; a quantised folder gives a model without quantisation. A model family
+    that does not support `attn_implementation` gets its default attention.
     """
     from transformers import AutoConfig
     from transformers.initialization import meta_device_safe_creation_ops
@@ -132,8 +132,8 @@ def _model_class(config: Any, head: str) -> Any:
     if head == "lm":
         if scorers := [name for name in config.architectures or [] if name.endswith(SCORERS)]:
             raise ValueError(
-                f"its config.json names {scorers[0]}, a reward model, and a language model would drop its score head: "
-                "take the language model that it was trained from"
+                f"the model's config.json names {scorers[0]}, a reward model, and a language model would drop its "
+                "score head: take the language model that it was trained from"
             )
         return AutoModelForCausalLM
     if head == "steps" and type(config) not in AutoModelForTokenClassification._model_mapping:
@@ -190,7 +190,7 @@ def _keep_types(model: Any, dtype: Any) -> None:
 
 
 def _fill_buffers(model: Any) -> None:
-    """Compute the buffers that checkpoints do not contain by the model's initialisation, as `from_pretrained` does."""
+    """Run the model's initialisation to compute the buffers that checkpoints lack, as `from_pretrained` does."""
     for module in model.modules():
         module._is_hf_initialized = False
         for name in module._non_persistent_buffers_set:

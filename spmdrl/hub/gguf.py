@@ -67,8 +67,10 @@ def convert_gguf(file: Path, folder: Path) -> None:
         raise ValueError(f"cannot read {file} ({type(error).__name__}: {error})") from error
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    if set(missing) - tied or unexpected:
-        raise ValueError(f"{file}: tensors missing {sorted(set(missing) - tied)[:4]}, unexpected {unexpected[:4]}")
+    if absent := sorted(set(missing) - tied):
+        raise ValueError(f"{file} lacks tensors of its model: {', '.join(absent[:4])}")
+    if unexpected:
+        raise ValueError(f"{file} has tensors that its model lacks: {', '.join(unexpected[:4])}")
     model.tie_weights()
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -28,10 +28,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool = False) -> Path:
-    """Return a folder of the model whose tokenizer has each of `tokens` as a special token.
+    """Return a folder of the same model in which the tokenizer has each of `tokens` as a special token.
 
-    The result is `folder` itself if its tokenizer already has all of them. Several processes may call this at once.
-    Raises ValueError if no weight has the name of an embedding table (TABLES).
+    This is `folder` itself if its tokenizer already has all of them. Several processes may call this at once. Raises
+    ValueError if no weight has the name of an embedding table (TABLES).
     """
     tokenizer = load_tokenizer(folder, trust_remote_code)
     present = tokenizer.get_added_vocab()
@@ -56,7 +56,7 @@ def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
     text = config if "vocab_size" in config else config.get("text_config", {})
     before, size = int(text["vocab_size"]), max(int(text["vocab_size"]), len(tokenizer), *(i + 1 for i in new))
     text["vocab_size"] = size
-    log.info("adding %d tokens to %s: %d rows of embeddings become %d", len(added), folder, before, size)
+    log.info("adding %s to %s: the embeddings had %d rows and get %d", ", ".join(added[:4]), folder, before, size)
     tokenizer.save_pretrained(place)
     (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     grown = 0

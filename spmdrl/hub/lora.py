@@ -56,12 +56,18 @@ def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
             "and ignore an adapter; leave it out"
         )
     unknown = [name for name in targets if name != ALL_LINEAR and name not in linear]
-    if unknown or not linear:
+    eligible = [name for name in linear if name not in ignored]
+    if not eligible:
         raise ValueError(
-            f"--lora.targets {' '.join(unknown or targets)}: no linear layer of the decoder has that name; this model "
-            f"has {', '.join(linear) or 'none'} (experts packed into one parameter take no adapter), or {ALL_LINEAR}"
+            f"--lora.targets {' '.join(targets)}: the decoder has no linear layer that can take an adapter (experts "
+            "packed into one parameter take no adapter)"
         )
-    return sorted(linear.keys() - set(ignored) if ALL_LINEAR in targets else set(targets))
+    if unknown:
+        raise ValueError(
+            f"--lora.targets {' '.join(unknown)}: no linear layer of the decoder has that name; choose from "
+            f"{', '.join(eligible)}, or take {ALL_LINEAR} (experts packed into one parameter take no adapter)"
+        )
+    return sorted(eligible if ALL_LINEAR in targets else set(targets))
 
 
 def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]) -> list[str]:

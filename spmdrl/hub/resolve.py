@@ -35,7 +35,7 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
     local = Path(path).expanduser()
     if local.suffix == ".gguf":
         if not local.is_file():
-            raise ValueError(f"no file {path!r} (--model.path)")
+            raise ValueError(f"there is no file {path!r} (--model.path)")
         return from_gguf(local)
     if local.is_dir():
         return check_folder(local, trust_remote_code)

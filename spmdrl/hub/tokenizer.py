@@ -62,8 +62,9 @@ def _check_rows(folder: Path, tokenizer: Any) -> None:
     }
     if beyond:
         first = min(beyond, key=lambda token: beyond[token])
+        many = "1 token" if len(beyond) == 1 else f"{len(beyond)} tokens"
         raise ValueError(
-            f"the tokenizer in {folder} has {len(beyond)} tokens that the model cannot embed: its config.json names "
+            f"the tokenizer in {folder} has {many} that the model cannot embed: the model's config.json names "
             f"vocab_size {rows}, and {first!r} is token {beyond[first]}; copy the tokenizer that belongs to the model, "
             "or resize the model's embedding and save it again (transformers: resize_token_embeddings)"
         )

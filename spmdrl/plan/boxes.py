@@ -1,8 +1,8 @@
 """Computes, on one simulated rank, the boxes of weights that all ranks of a job hold and need.
 
-A box is a range of a weight tensor in each dimension. A real job gathers the boxes of all ranks and plans weight pushes
-from them. A plan simulates only one rank, so the models and the engine of this rank also compute the boxes of all other
-ranks.
+A box is a part of a weight tensor, given by an index range in every dimension. A real job gathers the boxes of all
+ranks and plans weight pushes from them. A plan simulates only one rank, so the models and the engine of this rank also
+compute the boxes of all other ranks.
 """
 
 import re
@@ -52,7 +52,7 @@ class Everyone:
         return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
 
     def wanted(self) -> Sets:
-        """Return the boxes that each rank needs. They are computed for one engine, because all have equal ones."""
+        """Return the boxes that each rank needs. They are computed for one engine, as all engines need equal boxes."""
         samplers = self.world.roles.samplers
         width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)

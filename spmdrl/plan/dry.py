@@ -146,8 +146,10 @@ def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
 def _source_lines(prompts: PromptSet, limit: int) -> list[str]:
     count, lengths = len(prompts), [len(prompt.tokens) for prompt in prompts.prompts]
     size = f", of {max(lengths)} tokens at most" if any(lengths) else ""
-    long = f"; {prompts.dropped} longer than {limit} tokens are dropped" if prompts.dropped else ""
-    out = [f"data     {prompts.source}: the first rows give {count} prompts{size}{long}"]
+    long = f"; dropped as longer than {limit} tokens: {prompts.dropped}" if prompts.dropped else ""
+    out = [
+        f"data     {prompts.source}: the first rows give {count} {'prompt' if count == 1 else 'prompts'}{size}{long}"
+    ]
     if prompts.unread:
         out.append(f"columns  {unread_line(prompts.unread)}")
     if prompts.beside:

@@ -152,7 +152,7 @@ class EngineLayout:
         return head * size, (head + 1) * size
 
     def _mlp_group(self, name: str, place: int) -> tuple[int, int]:
-        """Return this rank's position among the ranks that divide an MLP or shared experts, and their number."""
+        """Return this rank's position among the ranks that divide an MLP or shared experts, and these ranks' number."""
         if self.kind == "sglang":
             return place, self.ranks
         # Under vLLM's `use_sequence_parallel_moe`, the tp ranks of a dp copy process different tokens, so

@@ -46,7 +46,7 @@ class Cache:
 
 
 def kind_of(cfg: Config, on_gpu: bool) -> Kind:
-    """Return the engine that a run would use; a plan for GPUs assumes that vLLM is installed."""
+    """Return the engine that a run would use; for GPUs, `auto` means vLLM if it supports the dtype, else hf."""
     if cfg.rollout.engine == "auto" and on_gpu:
         return "vllm" if cfg.model.dtype != "float64" else "hf"
     name = engine_name(cfg)
@@ -54,7 +54,7 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
 
 
 def longest_of(cfg: Config, config: Any) -> int:
-    """Return the maximum number of tokens in a sequence: `engines.engine.longest_sequence` for a loaded config."""
+    """Return the maximum number of tokens in a sequence, as `engines.engine.longest_sequence` does from a folder."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
@@ -63,7 +63,8 @@ def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
     """Return the largest number of tokens in one forward of a rank on a GPU, by the engine's own defaults.
 
     vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 tokens on GPUs of 70 GiB and more, else 8,192.
-    SGLang takes the prefill chunk of its `arg_groups/memory_hook.py`, divided by the number of attention copies.
+    SGLang takes the prefill chunk of its `arg_groups/memory_hook.py`, divided by the number of attention copies. The HF
+    engine prefills the prompts of a full batch in one forward.
     """
     if layout.kind == "sglang":
         chunks = ((160, 16384), (60, 8192), (20, 4096), (0, 2048))
@@ -178,9 +179,9 @@ class Model:
 
     entries: list[Entry]
     linear: set[str] = field(default_factory=set)
-    """Weights of all linear layers but the head. The HF engine can quantize them to 8 bits, and LoRA can adapt them."""
+    """Names of the weights of all linear layers but the head, which the HF engine can quantize and LoRA can adapt."""
     buffers: set[str] = field(default_factory=set)
-    """Persistent buffers (routing biases), which the HF engine does not count."""
+    """Names of persistent buffers (routing biases), which the HF engine does not count."""
 
 
 @dataclass

@@ -99,7 +99,8 @@ def _from_file(path: str, values: Any) -> Gpu:
     unknown = [str(key) for key in values if key not in NEEDED + OPTIONAL]
     missing = [key for key in NEEDED if key not in values]
     if unknown or missing:
-        wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        wrong = [f"lacks {', '.join(missing)}"] * bool(missing)
+        wrong += [f"has unknown fields: {', '.join(unknown)}"] * bool(unknown)
         raise ValueError(f"--gpu {path}: {' and '.join(wrong)}; {HOW_TO_ADD}")
     known: dict[str, Any] = {"name": str(values["name"])}
     for key, value in values.items():

@@ -45,7 +45,10 @@ def config_of(cfg: Config) -> Any:
 
 
 def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
-    """Return the number of layers of each pipeline stage, and for each layer True if it has experts."""
+    """Return the number of layers of each pipeline stage, and for each layer True if it has experts.
+
+    FSDP has one stage, and False stands for all of its layers, because experts make no difference to its ranks.
+    """
     text = hf_config.get_text_config()
     count = text.num_hidden_layers
     if cfg.policy.backend != "megatron":

@@ -131,7 +131,7 @@ class Numbers:
         return x if value is None else value
 
     def recorded(self, value: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Record values for the meta tensor `out` and return it; create a meta tensor if `out` is None."""
+        """Record values for the meta tensor `out`, unless they are too many, and return it; None: create the tensor."""
         if out is None:
             out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
         if value.numel() <= self.most():

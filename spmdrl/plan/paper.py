@@ -1,8 +1,8 @@
 """Counts the memory, traffic and operations of a rank's program on meta tensors (tensors without data).
 
 A plan runs the program itself on torch's `meta` device, which replaces the device of a rank. `Paper` intercepts every
-operation: it tracks the live storages, and adds up the bytes of collectives by group and the floating-point operations
-of matrix products. Classes with "Paper" in their name belong to the simulation.
+operation: it tracks the live storages, and adds up the bytes of collectives by axis and the floating-point operations
+of matrix products and attention. Classes with "Paper" in their name belong to the simulation.
 """
 
 from collections import Counter
@@ -64,7 +64,7 @@ class Paper(Storages, TorchDispatchMode):
         return out
 
     def _record_gather(self, func: Any, args: tuple) -> None:
-        """Record the result of an all-gather if this rank's part is known, as if all ranks sent the same values."""
+        """Record the result of an all-gather as if all ranks sent this rank's values; unknown ones make it unknown."""
         if self.device == "meta" and func is torch.ops.c10d._allgather_base_.default:
             into, mine = args[0], args[1]
             value = self.numbers.value_of(mine)

@@ -108,7 +108,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
 
 def _tag_memory(engine: PaperEngine, paper: Paper, awake: bool) -> None:
-    """Count what the engine allocates at a wake as its weights or its KV cache. awake: wake it, as it never sleeps."""
+    """Count what the engine allocates at a wake as its weights or its KV cache. awake: True to wake it at once."""
     wake = engine.wake
 
     def tagged(what: Any) -> None:

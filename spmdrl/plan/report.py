@@ -5,6 +5,7 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
+from spmdrl.config.plan import count
 from spmdrl.config.schema import Config
 from spmdrl.plan.run import GIB, OUTSIDE, Plan, Planned
 from spmdrl.session.job import job_of
@@ -62,7 +63,7 @@ def kind_lines(planned: Planned) -> list[str]:
     kind, rank = planned.kind, planned.rank
     of = f" of {' and '.join(rank.step.models)}" if len(rank.step.models) > 1 else ""
     held = f"{rank.step.numbers / 1e9:,.3f} G parameters each{of}, " if rank.step.numbers else ""
-    lines = [f"{kind.name}: {kind.ranks:,} ranks, {held}planned as rank {kind.rank}"]
+    lines = [f"{kind.name}: {count(kind.ranks, 'rank')}, {held}planned as rank {kind.rank}"]
     phases = [phase for phase in PHASES if phase in rank.memory]
     tables = {phase: rows_of(rank.memory[phase]) for phase in phases}
     lines.append("  " + f"{'GiB on the device':<20}" + "".join(f"{phase:>10}" for phase in phases))
@@ -76,8 +77,8 @@ def kind_lines(planned: Planned) -> list[str]:
     if planned.engine:
         e = planned.engine
         lines.append(
-            f"  engine over {e['ranks']} ranks: the cache holds {e['tokens']:,} tokens, {e['sequences']:,} sequences "
-            f"of full length (at most {e['capacity']:,} run at a time)"
+            f"  engine over {count(e['ranks'], 'rank')}: the cache holds {count(e['tokens'], 'token')}, "
+            f"{count(e['sequences'], 'sequence')} of full length (at most {e['capacity']:,} run at a time)"
         )
         if e["unknown"]:
             lines.append(f"  tensors that no rule of the engine covers, counted whole: {', '.join(e['unknown'][:4])}")
@@ -106,7 +107,7 @@ def verdict_lines(plan: Plan) -> list[str]:
     if host:
         known = plan.gpu.host_memory_gib
         of = f" of {known:,.0f}" if known else ""
-        lines.append(f"node     {gib(host)} GiB{of} in host memory, {plan.gpu.gpus_per_node} ranks")
+        lines.append(f"node     {gib(host)} GiB{of} in host memory, {count(plan.gpu.gpus_per_node, 'rank')}")
     saved = max(planned.rank.step.checkpoint for planned in plan.kinds)
     if saved:
         seconds = f"{saved / 1e9 / DISK_GB_S:,.0f} s at {DISK_GB_S} GB/s of all nodes together"

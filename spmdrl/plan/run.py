@@ -123,7 +123,8 @@ def _check_method(cfg: Config) -> None:
         "--parallel.scoring-ranks": cfg.parallel.scoring_ranks,
     }
     if flags := [flag for flag, value in unplanned.items() if value]:
-        raise ValueError(f"{', '.join(flags)}: a distillation is planned without these settings; leave them out")
+        what = "this setting; leave it out" if len(flags) == 1 else "these settings; leave them out"
+        raise ValueError(f"{', '.join(flags)}: a distillation is planned without {what}")
 
 
 def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
@@ -154,7 +155,7 @@ def _within_positions(cfg: Config, hf_config: Any) -> Config:
     if not positions or prompt + cfg.rollout.max_new_tokens <= positions:
         return cfg
     if prompt >= positions:
-        raise ValueError(f"--rollout.max-prompt-tokens {prompt}: the model has {positions} positions")
+        raise ValueError(f"--rollout.max-prompt-tokens {prompt}: must be below the model's {positions} positions")
     return replace(cfg, rollout=replace(cfg.rollout, max_new_tokens=positions - prompt))
 
 

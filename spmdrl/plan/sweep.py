@@ -27,11 +27,12 @@ class Row:
     """The changed settings; None for the settings of the job."""
     fits: bool
     spare: int
-    """Free bytes on a device, or on a node's host if that lacks more; negative if the job does not fit."""
+    """Bytes that stay free on the fullest device. If memory is short, minus the largest shortfall: of that device, of
+    an engine's KV cache or of a node's host."""
     seconds: float
     """Least seconds of a step."""
     phase: str
-    """The phase with the most bytes on a device; `host` if a node's host memory is too small."""
+    """The phase with the most bytes on a device; `host` if a node's host memory has the largest shortfall."""
     free: dict[str, int]
     """Free bytes on the device in each phase, in the KV cache (`cache`, at most 0) and on a node's host (`host`)."""
 
@@ -138,14 +139,15 @@ def sweep_lines(tried: Tried) -> list[str]:
     """Return the lines of the report about these plans."""
     failed = [f"cannot be planned: {line}" for line in tried.failed]
     if not tried.rows:
-        return [*failed, "no possible change of one setting frees the missing memory"]
+        return [*failed, "no change of one setting that can be planned frees the missing memory"]
     lines = [f"{'GiB to spare':>12} {'least s':>9}  {'fullest':<8} changes"]
     for row in tried.rows:
         verdict = "" if row.fits else "  (does not fit)"
         changes = row.flags or "none (the job's settings)"
         lines.append(f"{gib(row.spare):>12} {row.seconds:>9,.3g}  {row.phase:<8} {changes}{verdict}")
     if tried.left_out:
-        lines.append(f"{tried.left_out} more single changes are possible but were not planned")
+        more = "1 more single change is" if tried.left_out == 1 else f"{tried.left_out} more single changes are"
+        lines.append(f"{more} possible but not planned")
     lines += failed
     last = tried.rows[-1]
     if tried.swept:
@@ -156,7 +158,7 @@ def sweep_lines(tried: Tried) -> list[str]:
     else:
         best = max(tried.rows, key=lambda row: row.spare)
         lines.append(
-            f"neither one of these changes nor two together make the job fit; the nearest, {best.flags}, lacks "
-            f"{gib(-best.spare)} GiB: take more ranks, or GPUs with more memory"
+            f"none of these plans fits; the nearest, with {best.flags}, lacks {gib(-best.spare)} GiB: take more ranks, "
+            "or GPUs with more memory"
         )
     return lines

@@ -1,7 +1,8 @@
 """Counts the bytes that a rank sends in collectives, by the axis of their group and the kind of collective.
 
 A collective of n ranks is counted as on a ring: each rank sends (n - 1) / n of an all-gather's result, of a
-reduce-scatter's input and of an all-to-all, twice that share of an all-reduce, and a broadcast's tensor once.
+reduce-scatter's input and of an all-to-all, twice that share of an all-reduce, and the tensor of a send, broadcast,
+reduce, gather or scatter once.
 """
 
 from collections import Counter

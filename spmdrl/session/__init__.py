@@ -1,4 +1,4 @@
-"""Code that all kinds of jobs share, such as reinforcement learning, supervised fine-tuning and evaluation.
+"""Code that the kinds of jobs share: reinforcement learning, supervised fine-tuning, evaluation and others.
 
 Files for jobs with an engine (device_table.py, memory_advice.py, transfer.py, engine.py, engine_check.py) read settings
 of the sections `rollout` and `reference`. The other files read only the sections that every training has

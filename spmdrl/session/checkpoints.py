@@ -39,14 +39,15 @@ class RankKept(Protocol):
         ...
 
     def restore(self, files: list[Path]) -> str:
-        """Restore from files that any number of ranks saved; return a message about state that cannot be restored."""
+        """Restore from files that any number of ranks saved; return a text about lost state, "" if nothing is lost."""
         ...
 
 
 class Checkpoints:
     """Loads and saves the checkpoints of a job. Every method is collective over all ranks.
 
-    The constructor loads the models from the newest checkpoint; `begin` restores the state of the ranks later.
+    The constructor loads the models from the newest checkpoint, if there is one; `begin` later restores the state that
+    differs between ranks.
     """
 
     def __init__(self, session: Session, models: Models, kept: Kept, data: str):
@@ -93,8 +94,8 @@ class Checkpoints:
         changes = changes_since(self.session.cfg, found, state, self.made_with)
         if changes and not self.session.cfg.run.allow_changes:
             raise ValueError(
-                f"{'; '.join(changes)}: restore the earlier ones, choose another --run.dir, or set --run.fresh (moves "
-                "that folder aside and starts over) or --run.allow-changes (continues with the changes)"
+                f"{'; '.join(changes)}: undo this, choose another --run.dir, or set --run.fresh (moves that folder "
+                "aside and starts over) or --run.allow-changes (continues with the changes)"
             )
         for line in changes:
             self.session.note(f"--run.allow-changes: {line}")
@@ -110,9 +111,10 @@ class Checkpoints:
         for name, (path, digest) in seen[0].items():
             odd = [rank for rank, files in enumerate(seen) if files[name][1] != digest]
             if odd:
+                who = f"{'rank' if len(odd) == 1 else 'ranks'} {rank_ranges(odd)}"
                 raise ValueError(
-                    f"{flag(name)} {path}: ranks {rank_ranges(odd)} read a file with other contents than rank 0; "
-                    "give every node the same files"
+                    f"{flag(name)} {path}: {who} read a file with other contents than rank 0; give every node the same "
+                    "files"
                 )
         return seen[0]
 
@@ -145,7 +147,10 @@ class Checkpoints:
             raise PreemptedError(done, f"step {done} was finished")
 
     def leave(self, left: PreemptedError) -> None:
-        """Save the last step if it is not saved, wait until the checkpoint is published, and write a file PREEMPTED."""
+        """Save the last step that this job finished, unless it is saved, and write a file PREEMPTED.
+
+        The file is written after the checkpoint is published.
+        """
         if left.step > self.start_step and self.saver.saved != left.step:
             self._save(left.step)
         with self.session.timer("checkpoint"):

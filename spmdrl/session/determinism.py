@@ -22,7 +22,7 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # NVLS is excluded, as the network switch sums values in the order in which they arrive.
     "NCCL_ALGO": "^NVLS",
-    # The first is read by flash-attn in transformers, the second by Transformer Engine in Megatron.
+    # flash-attn in transformers reads the first of the next two variables, Megatron's Transformer Engine the second.
     "FLASH_ATTENTION_DETERMINISTIC": "1",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     # With a fixed hash seed, child processes iterate over sets in the same order.

@@ -1,13 +1,13 @@
 """Moves models and the engine on and off the device, which the engine and the trainer use in turn.
 
-Only this module moves models, in an order that bounds the peak memory. Before a rollout, everything that the push does
-not read leaves the device (frozen models, critics, gradients, moments); the engine's weights come back; the push
-overwrites them with the policy's; the policy's parameters leave; then the KV cache is allocated. After the rollout, the
-engine sleeps before the trainer comes back. Under split placement, a rank has either an engine or a trainer, so nothing
-is moved.
+Only this module moves models, in an order that bounds the peak memory; `--policy.offload` and `--reference.offload`
+choose the models that move. Before a rollout, everything of them that the push does not read leaves the device (frozen
+models, critics, gradients, moments); the engine's weights come back; the push overwrites them with the policy's; the
+policy's parameters leave; then the KV cache is allocated. After the rollout, the engine sleeps before the trainer comes
+back. Under split placement, a rank has either an engine or a trainer, so nothing is moved.
 
-A frozen judge on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before the policy
-samples again, `restore` pushes the policy's weights by the moves that begin a phase, so the peak does not grow.
+A frozen judge or a teacher on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before
+the policy samples again, `restore` pushes its weights by the moves that begin a phase, so the peak does not grow.
 """
 
 import logging
@@ -50,7 +50,10 @@ class Holding:
 
 @dataclass(frozen=True)
 class Border:
-    """A snapshot between two moves: the table, the measured bytes, and their peak since the previous snapshot."""
+    """A snapshot between two moves: the table, the measured bytes, and their peak since the previous snapshot.
+
+    The snapshot `logged` instead has the peak since the previous call of `metrics`.
+    """
 
     table: tuple[Holding, ...]
     measured: int
@@ -69,7 +72,7 @@ def place_of(name: str, models: Models, cfg: Config) -> Literal["none", "host", 
 
 @contextmanager
 def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
-    """Inside this context, keep models offloaded as in a rollout, while an engine is built and put to sleep.
+    """Keep models offloaded as in a rollout inside this context, in which an engine is built and put to sleep.
 
     vLLM refuses to start if its configured share of the device's memory is not free.
     """
@@ -118,9 +121,10 @@ class Memory:
         self._border("sampled")
 
     def _give_engine(self, present: dict[str, Any]) -> None:
-        """Replace the trainer on the device by the engine with the policy's weights. present: models on the device.
+        """Push the policy's weights into the engine. Collective.
 
-        Collective.
+        If trainer and engine share the device, also offload the trainer's models and wake the engine, in the order that
+        the module describes. present: models that are on the device.
         """
         engine = self.engine if self.shared else None
         with self.timer("push"):
@@ -169,7 +173,7 @@ class Memory:
 
     @contextmanager
     def training_phase(self) -> Iterator[None]:
-        """Put the engine to sleep, and move the trainer onto the device. Collective."""
+        """Put the engine to sleep and move the trainer onto the device, if the rank has both. Collective."""
         engine = self.engine if self.shared else None
         with self.timer("sleep"):
             if engine:
@@ -217,7 +221,7 @@ class Memory:
         """Return the policy's version, and True if an engine has other weights. Collective."""
         if self.shared and self.engine and not self.lent:
             return self.policy.version, self.engine.version != self.policy.version
-        # A rank knows only the version of its policy or of its engine.
+        # A rank may lack a policy or an engine, and engines that were lent may have different versions.
         held = torch.tensor([self.policy.version if self.policy else -1])
         version = int(all_reduce(held, "max", self.world.host_group))
         lacks = torch.tensor([int(self.engine is not None and self.engine.version != version)])

@@ -1,4 +1,4 @@
-"""Compares log p of the engine with the trainer's after the first push of a run, and refuses the model if they differ.
+"""Compares log p of the engine with the trainer's after a job's first push, and refuses an engine that differs.
 
 Responses to a few prompts of several lengths are sampled in one batch; some begin later and end earlier than others.
 This reveals states that leak between the rows of a batch, and wrong attention windows. All ranks of an engine sample
@@ -49,7 +49,7 @@ def _excluded(cfg: Config, world: World) -> str:
 def check_frequencies(cfg: Config, hf_config: Any) -> None:
     """Check that a model's rotary frequencies are the same for all sequence lengths up to the longest of the run.
 
-    Some models use other frequencies in sequences above a limit, and a sampler cannot know in advance whether a
+    Some models use other frequencies in sequences longer than a limit, and a sampler cannot know in advance whether a
     response will exceed it.
 
     Raises:
@@ -84,8 +84,8 @@ class EngineCheck:
             return
         engine, done = self.engine, {}
         assert engine is not None
-        # Engines may draw from the process's random number generators, and a resumed run repeats this check. Their
-        # states are restored below, so that a resumed run draws the same numbers as an uninterrupted run.
+        # Engines may draw from the process's random number generators, and a resumed run repeats this check. The states
+        # of the generators are restored below, so that a resumed run draws the same numbers as an uninterrupted one.
         generators = generator_states(self.world.device)
         requests = [self._request(i, version) for i in range(len(ROWS))]
         for i, request in enumerate(requests):

@@ -1,6 +1,6 @@
 """Sets defaults of the process: environment variables before torch is imported, threads, the allocator.
 
-Values that the user has set are kept.
+Environment variables that the user has set are kept.
 """
 
 import ctypes
@@ -64,14 +64,17 @@ def share_cores() -> str:
     """Give torch this rank's share of the cores if torchrun chose one thread. Return a line about it for the console.
 
     Only ranks on GPUs call this, because their CPUs process billions of numbers in AdamW and checkpoints. Ranks that
-    train on a CPU keep one thread each.
+    train on a CPU keep the number of threads that torchrun or the user chose.
     """
     import torch
+
+    from spmdrl.config.plan import count
 
     cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torchrun_chose_one_thread():
         torch.set_num_threads(max(1, cores // ranks))
-    return f"host     {torch.get_num_threads()} threads a rank; {ranks} ranks and {cores} cores on this machine"
+    machine = f"{count(ranks, 'rank')} and {count(cores, 'core')} on this machine"
+    return f"host     {count(torch.get_num_threads(), 'thread')} a rank; {machine}"
 
 
 def keep_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""Descriptions of the kinds of jobs. Each entry point has one in a constant `JOB`, which checks and builds its jobs."""
+"""Descriptions of the kinds of jobs. Each entry point has one in a constant `JOB`, by which its jobs are built."""
 
 import os
 import pkgutil

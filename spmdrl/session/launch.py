@@ -9,7 +9,7 @@ from spmdrl.session.job import Job
 
 
 def launch(job: Job[Any], argv: Sequence[str] | None = None) -> None:
-    """Read flags, then build and run the job, or with `--dry-run` print its plan.
+    """Read and check the settings, then build and run the job, or with `--dry-run` print its plan.
 
     A failure on one rank ends the job on all ranks, with a message that names the rank.
     """

@@ -17,7 +17,7 @@ class Finding(NamedTuple):
     level: str
     """`ok`, `warn` (a run works, but slower or less safely) or `fail` (a run will not work)."""
     state: str
-    """What the check found, with numbers and units."""
+    """The state that the check found, with numbers and units."""
     fix: str = ""
     """The command or setting that solves the problem; empty if there is no problem."""
 

@@ -51,7 +51,8 @@ def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None 
     if found := count():
         names = Counter(torch.cuda.get_device_name(index) for index in range(found)) if amd else {}
         kinds = "".join(f", {number} x {name}" for name, number in names.items())
-        return ok("build", f"{built}, {_driver() or 'driver unknown'}, {found} GPUs{kinds}")
+        many = "1 GPU" if found == 1 else f"{found} GPUs"
+        return ok("build", f"{built}, {_driver() or 'driver unknown'}, {many}{kinds}")
     if (nvidia and torch.version.hip) or (amd and torch.version.cuda and not nvidia):
         other = "NVIDIA's" if nvidia else "AMD's"
         return fail("build", f"{built} on {other} GPUs", "install the build of torch for these GPUs")

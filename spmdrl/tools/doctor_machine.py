@@ -113,7 +113,8 @@ def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ
     chosen, ranks = environment.get("OMP_NUM_THREADS", ""), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     ranks = ranks if ranked else max(1, gpus)
     if chosen == "1" and gpus and cores >= 2 * ranks:
-        state = f"OMP_NUM_THREADS=1 with {cores} cores for {ranks} ranks: work on the host is slow"
+        many = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        state = f"OMP_NUM_THREADS=1 with {cores} cores for {many}: work on the host is slow"
         return warn("threads", state, f"`export OMP_NUM_THREADS={cores // ranks}`, or start with launch/node.sh")
     return ok("threads", f"OMP_NUM_THREADS {chosen or 'not set'}, {cores} cores")
 
@@ -171,20 +172,20 @@ def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Findi
 
 
 class FolderError(ValueError):
-    """A folder or file from the command line that cannot be written."""
+    """A folder or a file that the doctor cannot write to."""
 
 
 def nearest(folder: Path) -> Path:
     """Return the folder if it exists, else the nearest folder above it that exists.
 
     Raises:
-        FolderError: a part of the path is not a folder, or the folder cannot be written.
+        FolderError: a part of the path is not a folder, or the folder cannot be written to.
     """
     at = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not at.is_dir():
         raise FolderError(f"{folder}: {at} is not a folder")
     if not os.access(at, os.W_OK | os.X_OK):
-        raise FolderError(f"{folder}: {at} cannot be written by this user")
+        raise FolderError(f"{folder}: this user cannot write to {at}")
     return at
 
 
@@ -192,7 +193,7 @@ def folder(place: Path, mib: int) -> list[Finding]:
     """Check a folder's write speed with a file of `mib` MiB, its free space, and its file locks; remove the file.
 
     Raises:
-        FolderError: the folder cannot be written.
+        FolderError: the folder cannot be written to.
     """
     at = nearest(place)
     file = at / f".doctor-{secrets.token_hex(6)}"

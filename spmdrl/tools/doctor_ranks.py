@@ -123,7 +123,7 @@ def together(
         here: number of ranks on this node.
         size: number of ranks on all nodes.
         where: address and port at which rank 0 listens.
-        gpus: number of GPUs of this node; if there are fewer than ranks, the ranks run on the CPU.
+        gpus: number of GPUs of this node; if there are fewer GPUs than ranks here, the ranks run on the CPU.
         mib: size of a buffer in MiB.
         limit: time limit in seconds for the start and the measurements together.
     """

@@ -1,7 +1,8 @@
 """Checks whether a run can start on this machine: `python -m spmdrl.tools.doctor`.
 
-Each line begins with ok, warn or fail and ends with the fix; the exit code is 1 if a check fails. Under torchrun, rank
-0 prints the reports of all nodes, and all-reduce and all-to-all run between all ranks instead of two on this machine.
+Each line begins with ok, warn or fail, and after warn or fail it ends with the fix; the exit code is 1 if a check
+fails. Under torchrun, rank 0 prints the reports of all nodes, and all-reduce and all-to-all run between all ranks
+instead of two on this machine.
 
     --quick        take less than ten seconds and use no network: do not query the hub, write less to the disk
     --json FILE    write the findings as JSON, `-` for stdout (the lines are then printed on stderr)
@@ -44,7 +45,7 @@ PAIR = 25.0
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(PROG, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="take less than ten seconds and no network")
+    parser.add_argument("--quick", action="store_true", help="take less than ten seconds and use no network")
     parser.add_argument("--json", default="", metavar="FILE", help="write the findings as JSON; - for stdout")
     parser.add_argument("--dir", default="", metavar="FOLDER", help="folder for checkpoints")
     parser.add_argument(
@@ -140,7 +141,7 @@ def _one_node(options: argparse.Namespace, ranked: bool) -> dict[str, Any]:
 
     Raises:
         ConfigError: --config cannot be read.
-        FolderError: --dir cannot be written.
+        FolderError: --dir cannot be written to.
     """
     gpus = doctor_gpus.count()
     found = [] if options.only_pairs else _local(options, ranked, gpus)
@@ -179,7 +180,7 @@ def _local(options: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding
         try:
             found += doctor_machine.folder(run_folder(config) if config else Path("runs"), mib)
         except FolderError as error:
-            found.append(fail("disk", str(error), "give a --run.dir (here --dir) that can be written"))
+            found.append(fail("disk", str(error), "give a --run.dir (here --dir) that can be written to"))
     return found if ranked or not torch_imports else [*found, _two_ranks(gpus, options.quick)]
 
 
@@ -229,7 +230,7 @@ def _all_nodes(options: argparse.Namespace) -> list[dict]:
     """Return the reports of all nodes on every rank; the first rank of each node runs its checks. Collective.
 
     Raises:
-        FolderError: on every rank, if --config cannot be read or --dir cannot be written on a node.
+        FolderError: on every rank, if --config cannot be read or --dir cannot be written to on a node.
     """
     import torch
     import torch.distributed as dist

@@ -32,7 +32,7 @@ def query_hub(kind: str, name: str) -> str:
 
 
 def settings(config: Config, gpus: int, quick: bool, query: Query = query_hub) -> list[Finding]:
-    """Check that everything that a run's settings name exists.
+    """Check that the GPUs, models, data, functions and chat template that a run's settings name exist.
 
     gpus: number of GPUs that torch finds. quick: True to leave out queries of the hub.
     """
@@ -54,10 +54,11 @@ def device(config: Config, gpus: int) -> Finding:
     """Check that there is a GPU if the settings need one."""
     flags = f"--run.device {config.run.device}"
     if config.run.device == "cpu" or gpus:
-        return ok("device", f"{flags}, {gpus} GPUs")
+        return ok("device", f"{flags}, {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}")
     fix = "start on a node with GPUs, or give --run.device cpu to use the CPU"
     if needs := _gpu_needs(config):
-        return fail("device", f"{flags} finds no GPU, and {', '.join(needs)} needs one", fix)
+        verb = "needs" if len(needs) == 1 else "need"
+        return fail("device", f"{flags} finds no GPU, and {', '.join(needs)} {verb} one", fix)
     if "host" in (config.policy.offload, config.reference.offload):
         return warn("device", f"{flags} uses the CPU, where an offload to the host moves nothing", fix)
     return ok("device", f"{flags} uses the CPU: no GPU on this machine")
@@ -100,12 +101,15 @@ def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
     except ValueError as error:
         return fail(name, str(error), fix)
     if local.suffix == ".gguf" or not is_hub_name(path):
-        return fail(name, f"{path} is not a folder on this machine", fix)
+        return fail(name, f"{path} is not a folder or a file on this machine", fix)
     return _on_hub(name, "model", path, query, fix)
 
 
 def data(name: str, spec: str, config: Config, query: Query | None) -> Finding:
-    """Check that the first row of a source of prompts can be read. name, query: see `model`."""
+    """Check that the first row of a source of prompts can be read, or that a hub has the data set.
+
+    name, query: see `model`.
+    """
     from spmdrl.data.sources import read_source
 
     fix = f"give {name} a file, folder or data set that can be read (docs/usage.md names the forms)"

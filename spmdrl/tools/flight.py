@@ -88,10 +88,8 @@ def compare(records: list[dict]) -> list[str]:
             first = min(mine[rank]["begun"] for rank in behind) + 1
             row = rows[ahead].get(first)
             where = f" ({_kind(row)} at {row['place']})" if row else ""
-            lines.append(
-                f"{head}: rank {', '.join(map(str, behind))} did not reach collective {first}, which rank {ahead} "
-                f"started{where}"
-            )
+            who = f"{'rank' if len(behind) == 1 else 'ranks'} {', '.join(map(str, behind))}"
+            lines.append(f"{head}: {who} did not reach collective {first}, which rank {ahead} started{where}")
         places = {n: {rank: rows[rank][n]["place"] for rank in rows} for n in shared}
         other = next((n for n in sorted(places) if len(set(places[n].values())) > 1), None)
         if other is not None:

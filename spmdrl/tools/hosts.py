@@ -128,7 +128,10 @@ def code_of(returned: int) -> int:
 
 
 def unreachable(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the hosts that do not answer ssh within `REACH` seconds, with the reasons; all are tried in parallel."""
+    """Return the hosts that do not answer ssh within `REACH` seconds or lack the folder ROOT, each with the reason.
+
+    All hosts are tried in parallel.
+    """
     line = f"test -x {shlex.quote(str(ROOT / 'launch' / 'node.sh'))} || echo no folder {shlex.quote(str(ROOT))} >&2"
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     tries = {host: subprocess.Popen([*SSH, host, line], text=True, **streams) for host in hosts}

@@ -92,12 +92,16 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
         usual = max(counts, key=lambda number: (counts[number], number))
         for host, report in reports.items():
             if report["gpus"] != usual:
-                bad.setdefault(host, f"{report['gpus']} GPUs, but most nodes have {usual}")
+                many = "1 GPU" if report["gpus"] == 1 else f"{report['gpus']} GPUs"
+                bad.setdefault(host, f"{many}, but most nodes have {usual}")
     return bad
 
 
 def _below(pair: dict, floors: tuple[float, float]) -> str:
-    """Return why a measured pair is bad; empty if it is good. floors: least all-reduce and all-to-all in GB/s."""
+    """Return the reason why a measured pair is bad; empty if it is good.
+
+    floors: least all-reduce and all-to-all in GB/s.
+    """
     if pair["error"]:
         return pair["error"]
     named = (("all-reduce", pair["all_reduce"], floors[0]), ("all-to-all", pair["all_to_all"], floors[1]))
@@ -214,7 +218,8 @@ def _enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool) -
         exclude = f"sbatch --exclude={','.join(bad)}"
         others = f"leave the bad ones out ({exclude}), or request more spares (sbatch --nodes above NODES)"
     raise TooFewError(
-        f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. To continue, {others}; "
+        f"{need} {'node is' if need == 1 else 'nodes are'} needed and {good} of {len(hosts)} are good: {names}. To "
+        f"continue, {others}; "
         "FLOOR_ALL_REDUCE and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without these checks"
     )
 

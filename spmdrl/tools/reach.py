@@ -13,7 +13,7 @@ from spmdrl.spmd.network import NAMES, choose_interface
 
 
 def problem(address: str, port: int, wait: float = 3.0, tries: int = 3) -> str:
-    """Return why a host cannot be reached; empty if it can be. wait: time limit of one try, in seconds.
+    """Return the reason why a host cannot be reached; empty if it can be. wait: time limit of one try, in seconds.
 
     A host that refuses the connection can be reached; its torchrun has not started yet.
     """

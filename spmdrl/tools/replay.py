@@ -225,7 +225,7 @@ def _episode(batch: "Batch", index: int) -> "Batch":
 def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader) -> Iterator[str]:
     """Yield a table of episodes: first those with a loss or gradient that is not finite, then by norm of the gradient.
 
-    If these are finite, only episodes with the largest |loss| and |logp - old_logp| are compared, as each norm takes a
+    If all are finite, only episodes with the largest |loss| and |logp - old_logp| are compared, as each norm takes a
     backward pass. reader: parses the tool calls of turns; None for a run without an environment.
     """
     from spmdrl.data.pack import to_episodes

@@ -186,7 +186,8 @@ def open_trackers(
 
     names: any of `jsonl`, `tensorboard`, `wandb`. project: wandb's project. name: the run's name. config_dict: settings
     without secrets (`dump.to_dict`). resume_step: first step that will be logged, 0 or 1 for a new run; records of this
-    step and later ones are dropped. Raises ValueError for an unknown name, or a package that is not installed.
+    step and later ones are dropped, except in wandb. Raises ValueError for an unknown name, or a package that is not
+    installed.
     """
     opened: list[Tracker] = []
     for kind in dict.fromkeys(names):

@@ -411,7 +411,7 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (
             2,
             "--rollout.engine vllm --rollout.ep 2",
-            ["--rollout.ep 2: vllm", "an engine, which has one; take 1, or --rollout.tp and --rollout.dp of 2 ranks"],
+            ["--rollout.ep 2: vllm", "which has one; take 1, or --rollout.tp and --rollout.dp whose product is 2"],
         ),
         (4, "--rollout.engine vllm --rollout.tp 4 --rollout.ep 2", ["--rollout.ep 2", "all 4 ranks", "take 4 or 1"]),
         (4, "--rollout.engine sglang --rollout.tp 2 --rollout.dp 2 --rollout.ep 2", ["--rollout.ep 2", "take 4 or 1"]),

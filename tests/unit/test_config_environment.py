@@ -66,7 +66,8 @@ def test_branches_that_repeat_their_beginning_have_to_fit(tmp_path, words):
     file.write_text("environment: builtin:guess\nhistory: branch\nmax_turns: 6\n")
     given = ("--env", str(file), *OWN, "--rollout.max-prompt-tokens", "256", "--rollout.max-new-tokens", "768")
     budget = "--policy.max-tokens-per-microbatch"
-    assert "must be 6144 at least" in refusal(*given, *words, budget, "6143")
+    product = "(max_turns 6 x (max_prompt_tokens 256 + max_new_tokens 768))"
+    assert f"must be at least 6144 {product}" in refusal(*given, *words, budget, "6143")
     assert not refusal(*given, *words, budget, "6144")
     assert not refusal(*given, budget, "1024")
 

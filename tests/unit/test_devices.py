@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
+from spmdrl.config.plan import count
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.engines.build import check_engine
 from spmdrl.engines.engine import StaleEngineError, check_device
@@ -149,7 +150,8 @@ def test_ranks_on_gpus_share_the_cores_where_torchrun_chose_one_thread(
     monkeypatch.setattr(torch, "set_num_threads", number.append)
     told = share_cores()
     assert number == ([7, threads] if threads else [7])
-    assert told == f"host     {threads or 7} threads a rank; {ranks} ranks and {cores} cores on this machine"
+    wanted = [count(threads or 7, "thread"), count(ranks, "rank"), count(cores, "core")]
+    assert told == "host     {} a rank; {} and {} on this machine".format(*wanted)
 
 
 def test_a_start_puts_full_garbage_collections_off_and_its_end_allows_them():

@@ -102,8 +102,11 @@ def test_distillation_is_refused_where_settings_do_not_fit(words, said):
     [
         ("--teacher.path tiny --teacher.beta 2", "--teacher.beta 2.0: must be from 0 to 1"),
         ("--teacher.path tiny --teacher.temperature 0", "--teacher.temperature"),
-        ("--teacher.path tiny --sft.loss dft", "--sft.loss dft: the loss is the divergence from --teacher.path"),
-        ("--teacher.path tiny --sft.add-tokens <a>", "--teacher.path lacks them"),
+        (
+            "--teacher.path tiny --sft.loss dft",
+            "--sft.loss dft: the loss is the divergence from the teacher (--teacher",
+        ),
+        ("--teacher.path tiny --sft.add-tokens <a>", "the tokenizer of the teacher (--teacher.*) lacks them"),
         ("--teacher.path tiny --policy.backend megatron", "its ranks divide the vocabulary"),
         (
             "--teacher.path tiny --teacher.write x",

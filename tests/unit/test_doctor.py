@@ -224,6 +224,7 @@ def test_settings_of_the_demo_need_nothing_that_is_not_here():
     ("values", "gpus", "level", "said"),
     [
         ({"run__device": "cuda"}, 0, "fail", "--run.device cuda finds no GPU, and --run.device cuda needs one"),
+        ({"run__device": "cuda", "policy__backend": "megatron"}, 0, "fail", "--policy.backend megatron need one"),
         ({"policy__backend": "megatron"}, 0, "fail", "--policy.backend megatron needs one"),
         ({"policy__backend": "megatron"}, 8, "ok", "8 GPUs"),
         ({"policy__backend": "megatron", "run__device": "cpu"}, 0, "ok", "--run.device cpu"),

@@ -51,7 +51,7 @@ def test_language_models_pass_and_so_does_code_of_their_own(engine, tmp_path):
 
 
 def test_one_rank_is_told_how_to_have_more(monkeypatch):
-    more = "torchrun starts more; for a dry run of N set WORLD_SIZE=N"
+    more = "torchrun starts more; for a dry run of N ranks set WORLD_SIZE=N"
     for told in (False, True):
         if told:
             monkeypatch.setenv("WORLD_SIZE", "1")

@@ -45,7 +45,7 @@ def test_an_unknown_one_is_told_how_to_be_added():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"memory_gb": 48}, "has unknown memory_gb"),
+        ({"memory_gb": 48}, "has unknown fields: memory_gb"),
         ({"memory_gib": None}, "memory_gib None must be a number"),
         ({"memory_gib": "a lot"}, "memory_gib 'a lot' must be a number above 0"),
         ({"host_memory_gib": -1}, r"host_memory_gib -1 must be a number of at least 0 \(0: unknown\)"),

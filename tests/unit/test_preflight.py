@@ -109,7 +109,7 @@ def test_two_nodes_that_are_slow_together_are_both_named():
     with pytest.raises(TooFewError) as error:
         pick(named(2), 1, Cluster(slow=["node1"]))
     told = str(error.value)
-    assert told.startswith("1 nodes are needed and 0 of 2 are good: node0 (with node1: all-reduce 1.00 GB/s, floor 50)")
+    assert told.startswith("1 node is needed and 0 of 2 are good: node0 (with node1: all-reduce 1.00 GB/s, floor 50)")
     assert "sbatch --exclude=node0,node1" in told and "FLOOR_ALL_REDUCE" in told and "PREFLIGHT=0" in told
 
 

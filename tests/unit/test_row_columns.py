@@ -263,7 +263,7 @@ def test_a_dry_run_of_reinforcement_learning_opens_the_data(tmp_path, capsys):
     cfg.data.train, cfg.data.eval, cfg.data.chat_template = str(file), "", "chatml"
     file.write_text(json.dumps({"prompt": "q", "answer": "a", "level": 1}) + "\n")
     told, _ = data_lines(cfg)
-    assert "the first rows give 1 prompts" in told[0] and told[1] == "columns  only rewards and environments get level"
+    assert "the first rows give 1 prompt" in told[0] and told[1] == "columns  only rewards and environments get level"
     assert told[2].startswith("example  <|im_start|>user")
     file.write_text(json.dumps({"prompt": "q", "answer": "a"}) + "\n" + json.dumps({"prompt": "\ud83d", "answer": ""}))
     assert "rows.jsonl:2: the text '' is followed by half of a surrogate pair" in refused(cfg, capsys)
