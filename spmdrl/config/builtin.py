@@ -1,6 +1,6 @@
 """A table of the rewards that come with spmdrl. Grading processes import this module, so it imports nothing heavy.
 
-The docstring of a reward's function describes its score; docs/rewards.md shows all of them.
+The docstring of a reward's function describes the reward's score; docs/rewards.md shows these docstrings.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class BuiltIn:
     runs_programs: bool = False
     """True if the reward may run programs, which needs the sandbox."""
     has_clocks: bool = False
-    """True if the reward limits its time itself, so that a grading never takes too long."""
+    """True if the reward limits its own time, so that no response can make its grading time out."""
     documented: str = ""
-    """Name of the class or function in the module whose docstring describes the score; empty: the reward's name."""
+    """Name, in the module, of the class or function with the docstring about the score; empty: the reward's name."""
 
 
 REWARDS: dict[str, BuiltIn] = {

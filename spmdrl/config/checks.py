@@ -21,8 +21,8 @@ TRACKERS = ("jsonl", "tensorboard", "wandb")
 def check(config: Config, world_size: int, here: bool = True) -> None:
     """Check all settings together, and read no files but those that settings name. Raises ConfigError.
 
-    The error has a line for every problem: the flag to change, its value and the valid values. The arguments are those
-    of `run_problems`.
+    The error has a line for every problem, with the flag to change and advice. The arguments are those of
+    `run_problems`.
     """
     refuse(run_problems(config, world_size, here))
 

@@ -38,7 +38,7 @@ class DistillSection(DivergenceConfig):
     these teachers and from the first teacher, whose weight is 1. `path@source`: only this teacher is used for the rows
     with this `data_source`."""
     given_per_step: int = setting(0, at_least(0))
-    """Number N of prompts in a step whose response comes from the data set and not from the student. They are in
+    """Number N of a step's prompts that get their response from the data set and not from the student. They are in
     addition to `--rollout.prompts-per-step`. With P prompts of S samples, the share of the student's responses (GKD's
     lambda) is P x S / (P x S + N)."""
     given_column: str = setting("", only_with=lambda c: c.distill.given_per_step)

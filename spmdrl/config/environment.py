@@ -33,8 +33,8 @@ class EnvironmentConfig:
     """Maximum number of responses in an episode. After the last one the environment answers once more, and the episode
     ends."""
     turn_tokens: int = setting(0, NOT_NEGATIVE)
-    """Maximum number of tokens of one response; a longer one is cut there, and the environment gets the cut response.
-    0: no limit but that of the episode's tokens."""
+    """Maximum number of tokens of one response; a longer one is cut to this length, and the environment gets the cut
+    response. 0: no limit but that of the episode's tokens."""
     max_seconds: float = setting(0.0, NOT_NEGATIVE, free=Free.LIMIT)
     """Maximum number of seconds that an episode may take in environment and engine together; 0: no limit. A run that
     reaches this limit is not exactly repeatable."""

@@ -1,4 +1,4 @@
-"""Settings of an evaluation, its plan, and their conversion to the settings of a run that only evaluates.
+"""Settings of an evaluation and its plan; converts the settings to those of a run that only evaluates.
 
 Shared sections declare the settings that an evaluation does not read (`unread_by`); YAML files may still contain them.
 """

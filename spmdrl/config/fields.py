@@ -66,7 +66,7 @@ def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
     same_leaf = [candidate for candidate in valid if candidate.rpartition(".")[2] == last]
     same_leaf.sort(key=lambda candidate: -difflib.SequenceMatcher(None, name, candidate).ratio())
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(valid)}
-    # Names in one section are similar because they begin with its name, so their last parts must be similar, too.
+    # Names in one section are similar because they begin with the section's name, so their last parts must be similar.
     alike = [
         candidate
         for candidate in difflib.get_close_matches(name, valid, n=5, cutoff=0.6)

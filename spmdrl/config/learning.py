@@ -29,7 +29,7 @@ class AlgoConfig:
     """Optimizer updates on the experience of one step; each update takes an equal share of the step's prompts."""
     gamma: float | None = setting(None, UNIT)
     """Discount factor for each token (gae, reinforce_plus_plus, gigpo, prime) or for each turn (turn_gae, turn_rloo).
-    None, here and for settings below whose text does not say otherwise: the method's default."""
+    None, here and in settings below whose text gives it no other meaning: the method's default."""
     lam: float | None = setting(None, UNIT)
     """GAE lambda of the policy's advantages, for each token (gae) or for each turn (turn_gae)."""
     critic_lam: float | None = setting(None, UNIT)

@@ -109,7 +109,7 @@ def online_lines(config: OnlinePreferenceConfig, world_size: int) -> list[str]:
     lines = [line for line in plan_lines(config, world_size) if not line.startswith("update")]
     return [
         *lines,
-        f"update   1 optimizer step a step, on at most {prompts * (1 if alone else 2):,} sequences: {what} of "
-        f"{count:,} samples of each prompt; loss {weighted}",
+        f"update   1 optimizer step a step, on at most {counted(prompts * (1 if alone else 2), 'sequence')}: {what} of "
+        f"{counted(count, 'sample')} of each prompt; loss {weighted}",
         *([f"reference moves every {counted(moves, 'step')}"] if moves else []),
     ]

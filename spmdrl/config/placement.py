@@ -1,4 +1,4 @@
-"""Roles of the ranks: how many train and sample, and the rules for them."""
+"""Roles of the ranks (training, sampling, scoring): the number of ranks in a role, and rules for the roles."""
 
 import os
 
@@ -52,8 +52,8 @@ def role_problems(config: Config, world_size: int) -> list[str]:
         scoring = f" and {parallel.scoring_ranks} that score" if parallel.scoring_ranks else ""
         problems.add(
             "parallel.rollout_ranks",
-            f"ranks that sample{scoring} leave none of the {world_size} ranks of the job to train; lower it, or start "
-            "more ranks",
+            f"ranks that sample{scoring} leave no rank to train (the job has {world_size}); lower it, or start more "
+            "ranks",
         )
     return problems
 

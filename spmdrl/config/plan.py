@@ -48,7 +48,8 @@ def scorer_lines(config: Config) -> list[str]:
             who = f"{judge.engine}, in the engine while the policy is out of it"
             who = "the policy, in its engine" if judge.engine == POLICY else who
             tokens = f"; at most {judge.max_prompt_tokens:,} tokens a question and {judge.max_new_tokens:,} a verdict"
-        work = f"compares each response with {judge.compare:,} at most" if judge.compare else "grades each response"
+        others = f"at most {count(judge.compare, 'other')}"
+        work = f"compares each response with {others}" if judge.compare else "grades each response"
         lines.append(f"judge    {file}: {who}, {work}, {count(judge.votes, 'vote')}{tokens}")
     if model := config.reward.model:
         scorer = classifier_of(model) or ClassifierConfig(model)

@@ -223,7 +223,7 @@ def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[
     if smoothed and not chosen.label_smoothing:
         problems.append(f"--preference.label-smoothing 0: {smoothed[0]} needs a value above 0, such as 0.1")
     if chosen.weighted and any(row.matched for row in rows.values()):
-        problems.append("--preference.weighted: aot compares responses of different pairs; leave one of them out")
+        problems.append("--preference.weighted: aot compares responses of different pairs; leave one of the two out")
     return problems
 
 

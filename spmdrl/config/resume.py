@@ -48,9 +48,9 @@ def fixed_settings(cfg: TrainingConfig) -> dict[str, Any]:
 def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     """Return setting -> [file, hash of its content] for settings that a resume must keep and that name a user's file.
 
-    These files hold Python functions, jinja templates, environments, judges and reward models. Of a YAML file only the
-    settings that change results are hashed, and with those of an environment the files that it names. Files that Python
-    files import are not read. Raises ValueError for a file that cannot be read.
+    These files hold Python functions, jinja templates, environments, judges and reward models. Of a YAML file, only the
+    settings that change results are hashed; for an environment, the files that it names are hashed, too. Files that
+    Python files import are not read. Raises ValueError for a file that cannot be read.
     """
     found = {}
     for name, value in flat(to_dict(cfg)).items():

@@ -81,7 +81,7 @@ class ModelConfig:
     """Number type of forward and backward, and of the engine. Master weights and optimizer are float32 (with float64:
     float64). float16 has a dynamic loss scale (docs/policy.md)."""
     trust_remote_code: bool = setting(False, free=Free.LIMIT)
-    """Run Python code that comes with the model. Off: models that need their code are refused."""
+    """Run Python code that comes with the model. Off: models that need such code are refused."""
     self_check: bool = setting(True, free=Free.COMPUTED)
     """At the start, compare logp of packed sequences with logp of each sequence alone in plain transformers. After the
     first push, compare the engine's logp with the trainer's (docs/policy.md)."""
@@ -102,8 +102,8 @@ class ParallelConfig:
     rollout_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
     """Number of ranks that sample under `split`."""
     scoring_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
-    """Number of ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the training
-    ranks hold them. Megatron's axes divide these models, too."""
+    """Number of ranks that hold the frozen models (reference or teachers, reward model, cost model) under `split`. 0:
+    the training ranks hold them. Megatron's axes divide these models, too."""
 
     dp_replicate: int = setting(1, COUNT)
     """Number of copies of the sharded model (HSDP)."""
@@ -118,7 +118,8 @@ class ParallelConfig:
     cp: int = setting(1, COUNT)
     """Megatron: number of ranks that divide the tokens of each sequence (context parallelism)."""
     tp: int = setting(1, COUNT)
-    """Megatron: number of ranks that divide every matrix and the vocabulary (for the engine, see `--rollout.tp`)."""
+    """Megatron: number of ranks that divide the vocabulary and the matrices of attention and dense MLPs (for experts
+    see `etp`, for the engine `--rollout.tp`)."""
     sequence_parallel: bool = True
     """Megatron: outside the tensor-parallel parts of a layer, divide the tokens over the tp ranks."""
     pp: int = setting(1, COUNT)
@@ -163,7 +164,7 @@ class OptimizerConfig:
     decay_share: ClassVar[float] = 1.0
     """Share of the steps after warm-up in which the learning rate falls; only some jobs can set it (supervised.py)."""
     bad_steps: int = setting(3, NOT_NEGATIVE, free=Free.LIMIT)
-    """The job ends after this many consecutive optimizer steps whose loss or gradient is not finite; before that, these
+    """The job ends after this many consecutive optimizer steps whose loss or gradient is not finite; until then, such
     steps are skipped. 0: the first one ends the job."""
 
 
@@ -225,7 +226,7 @@ class PolicyConfig:
 class LoraConfig:
     """Low-rank adapters (LoRA) on the policy. Only the adapters train.
 
-    The KL's reference is the model without them, unless `--reference.path` names another model.
+    The KL's reference is the model without the adapters, unless `--reference.path` names another model.
     """
 
     rank: int = setting(0, NOT_NEGATIVE)
@@ -280,8 +281,8 @@ class RolloutConfig:
     samples_per_prompt: int = setting(8, COUNT, unread_by=(Job.EVALUATE,))
     """Number of samples of each prompt; they form a group."""
     max_prompt_tokens: int = setting(512, COUNT)
-    """Maximum number of tokens of a prompt. Longer prompts are dropped when the prompts are read; the log shows their
-    number."""
+    """Maximum number of tokens of a prompt. Longer prompts are dropped when the data is read; the log shows how many
+    were dropped."""
     max_new_tokens: int = setting(8, COUNT)
     """Maximum number of tokens of a response; with `--env`, of all tokens after an episode's prompt. The default shown
     is for the demo. For another model on your own rows it is 1024, or half of the model's context if that is less."""

@@ -130,7 +130,9 @@ def advice(config: Any, name: str) -> str:
         if ".py:" in own and name in only_of(kind) and name != "algo.aggregation":
             return f"nothing in this run reads it; let {own} take a parameter of that name, or leave it out"
     found = ways(config, name)
-    needs = f"it needs {' or '.join(found)}; give one of these, or leave it out" if found else "leave it out"
+    several = len(found) > 1 or "|" in "".join(found)
+    choose = "give one of these" if several else "set that"
+    needs = f"it needs {' or '.join(found)}; {choose}, or leave it out" if found else "leave it out"
     log = name.startswith("reward.") and not getattr(config, "learns_from_rewards", True)
     return f"{'rewards are only logged, and ' if log else ''}nothing in this run reads it; {needs}"
 

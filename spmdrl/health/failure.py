@@ -225,7 +225,7 @@ def watch(
 
 @contextmanager
 def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """End the whole job on any exception in this context, with rank, host, phase, cause and advice in one last line.
+    """End the whole job on an exception in this context, with rank, host, phase, cause and advice in one last line.
 
     The process exits without cleaning up, because destructors of a broken group may wait for ranks that are gone;
     torchrun then ends the other ranks. Exit codes: 1 after an error, 0 if the grace period of a request to leave is
@@ -251,7 +251,7 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
         # Every rank logs its own error; one rank prints on the console.
         _log_to_file(logging.ERROR, f"{message}\n{traceback.format_exc()}")
         if lost_peer(error) or exiting.is_set():
-            # The cause is on another rank. Once torchrun notices that rank's exit, its SIGTERM ends this rank through
-            # the handler. If this rank exited earlier, torchrun would name it as the root cause.
+            # The cause is on another rank. Once torchrun notices that rank's exit, torchrun's SIGTERM ends this rank
+            # through the handler. If this rank exited earlier, torchrun would name it as the root cause.
             time.sleep(2)
         _exit_job(message, 1, before_exit, error=error)

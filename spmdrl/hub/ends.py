@@ -27,7 +27,7 @@ def named_ends(folder: Path) -> list[int]:
             eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [eos]
     if not all(i is None or (isinstance(i, int) and not isinstance(i, bool)) for i in ids):
-        raise ValueError(f"{folder}: its {file} names {ids} as end tokens: write their numbers")
+        raise ValueError(f"{folder}: its {file} names {ids} as end tokens: write their ids, which are integers")
     return [i for i in ids if i is not None]
 
 

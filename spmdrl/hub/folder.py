@@ -105,8 +105,8 @@ def blocks_of(settings: Any, folder: Path) -> tuple[int, int]:
         isinstance(blocks, list | tuple) and len(blocks) == 2 and all(isinstance(n, int) and n > 0 for n in blocks)
     ):
         raise ValueError(
-            f"{folder}: fp8 with weight_block_size {blocks} is not supported, only with a scale for each block, "
-            "such as [128, 128]; take a dequantised folder (--model.path)"
+            f"{folder}: fp8 with weight_block_size {blocks} is not supported, because fp8 is read only with a scale "
+            "for each block, such as [128, 128]; take a dequantised folder (--model.path)"
         )
     return blocks[0], blocks[1]
 

@@ -107,6 +107,6 @@ def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool 
     different, count = differing_tokens(path, other, trust_remote_code)
     if different:
         raise ValueError(
-            f"{flag} {path}: its tokenizer gives {len(different)} of {count} tokens of {other} another number "
+            f"{flag} {path}: its tokenizer gives {len(different)} of {count} tokens of {other} another id "
             f"(such as {different[0]!r}); both models must read the same tokens{way}"
         )

@@ -103,7 +103,7 @@ class Everyone:
 
 
 def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield, for each shard of an FSDP model, the ranks that hold it and their pieces."""
+    """Yield, for each shard of an FSDP model, the ranks that hold the shard, and the pieces of these ranks."""
     from spmdrl.policy.fsdp import lora
     from spmdrl.weights import shards
 

@@ -1,4 +1,4 @@
-"""Groups the ranks of a job into kinds with the same plan; one rank of each kind is planned."""
+"""Groups the ranks of a job into kinds; one rank of each kind is planned, and its plan stands for all of them."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -27,7 +27,7 @@ class Kept(Protocol):
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state`, after the models are loaded. Older checkpoints may lack some of its keys."""
+        """Restore a result of `state`, after the models are loaded. Results in older checkpoints may lack some keys."""
         ...
 
 

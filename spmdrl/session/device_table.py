@@ -97,7 +97,7 @@ class Memory:
         self.version = -1
         """Version of the policy when the rollout phase began, on every rank. Engines sample with these weights."""
         self.phases: dict[str, Border] = {}
-        """Latest snapshot at each moment of a step, by the name of the moment (such as `pushed`), in their order."""
+        """Latest snapshot at each moment of a step, by the moment's name (such as `pushed`), in the moments' order."""
         self.meter, self.peak = Meter(world.device), 0
         self.short = kind_of(world.device) == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
         """True if the allocator must return freed memory to the device or the system."""

@@ -63,8 +63,8 @@ def torchrun_chose_one_thread() -> bool:
 def share_cores() -> str:
     """Give torch this rank's share of the cores if torchrun chose one thread. Return a line about it for the console.
 
-    Only ranks on GPUs call this, because their CPUs process billions of numbers in AdamW and checkpoints. Ranks that
-    train on a CPU keep the number of threads that torchrun or the user chose.
+    Only ranks on GPUs call this: the CPUs of their host process billions of numbers in checkpoints, and in AdamW with
+    `--policy.host-optimizer`. Ranks that train on a CPU keep the number of threads that torchrun or the user chose.
     """
     import torch
 

@@ -51,7 +51,7 @@ class Job(Generic[C]):
     dry: Callable[["Job[C]", Loaded[C]], None]
     """(job, loaded settings) -> None. Prints the output of `--dry-run`; raises ValueError if the job cannot start."""
     columns: Sequence[str]
-    """Metrics that the console shows, in this order. Metrics of an evaluation are shown only in steps with one."""
+    """Metrics that the console shows, in this order. Metrics of an evaluation are left out until there is one."""
     phases: Sequence[str]
     """Phases of a step whose seconds the console shows, in this order."""
     reads: Callable[[], tuple[type, ...]] = tuple

@@ -35,13 +35,13 @@ class Session(Generic[C]):
         return run_folder(self.cfg)
 
     def note(self, text: str) -> None:
-        """Write one line to the console of rank 0 and to every rank's log."""
+        """Write one line to this rank's log, and on rank 0 also to the console."""
         log.info(text)
         if self.console:
             self.console.note(text)
 
     def warn(self, text: str) -> None:
-        """Write a warning to the console of rank 0 and to every rank's log."""
+        """Write a warning to this rank's log, and on rank 0 also to the console."""
         log.warning(text, extra={"file_only": True})
         if self.console:
             self.console.note(f"warning: {text}")

@@ -1,4 +1,4 @@
-"""Checks that torch's build matches the GPUs and their driver, that it has NCCL, and that the GPUs are unused."""
+"""Checks that the build of torch has NCCL and fits the GPUs and their driver, and that the GPUs are unused."""
 
 import os
 import subprocess

@@ -97,7 +97,7 @@ def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
             return ok(name, path)
         if path == "tiny" or local.is_dir():
             folder = check_folder(TINY if path == "tiny" else local, trust)
-            return ok(name, f"{path}: {len(list(folder.glob('*.safetensors')))} complete files of weights")
+            return ok(name, f"{path}: complete files of weights: {len(list(folder.glob('*.safetensors')))}")
     except ValueError as error:
         return fail(name, str(error), fix)
     if local.suffix == ".gguf" or not is_hub_name(path):

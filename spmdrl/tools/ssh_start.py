@@ -1,6 +1,7 @@
 """Starts a job on hosts by ssh: `python -m spmdrl.tools.ssh_start`, which launch/node.sh runs if HOSTS is set.
 
-The preflight chooses the hosts. This module imports only the standard library, so that any Python can run it.
+The preflight chooses the hosts. This module and those that it imports need no installed packages, so that any Python
+can run it.
 """
 
 import os

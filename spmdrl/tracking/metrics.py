@@ -22,8 +22,8 @@ class Metrics:
     """Weighted means, sums and maxima of named numbers.
 
     Every rank must add the same names between two calls of `reduce`; a rank without a value adds one with weight 0 (to
-    a sum it adds 0, to a maximum -inf). Values are floats or 0-d tensors; tensors are read only in `reduce`, so adding
-    one does not wait for the device.
+    a sum it adds 0, to a maximum -inf). Values are floats or 0-d tensors; tensors are read only in `reduce` and `dump`,
+    so adding one does not wait for the device.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ class JsonlTracker:
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
         """Open the file for appending; its folder is made if it is missing.
 
-        resume_step: first step that will be logged. Lines of that step or later ones and incomplete lines are dropped.
+        resume_step: first step that will be logged. Lines of this or a later step, and incomplete lines, are dropped.
         A file in which no line stays belongs to an older run and is renamed by `set_aside`.
         """
         self.path = Path(path)

@@ -223,7 +223,7 @@ def left_out(world, folder: str, teacher: str, sections: dict) -> list[bool]:
 def test_a_teacher_of_other_tokens_is_refused_without_it_and_one_without_a_tokenizer_with_it(pair, tmp_path):
     teacher, more = asked(pair, {})
     with pytest.raises(
-        RankError, match="gives .* another number .*; or let the teacher read the student's text: --distill.align uld"
+        RankError, match="gives .* another id .*; or let the teacher read the student's text: --distill.align uld"
     ):
         run_ranks(trained, 1, str(tmp_path / "off"), teacher, more)
     bare = small_model(tmp_path / "bare")

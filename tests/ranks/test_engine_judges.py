@@ -350,7 +350,7 @@ def built(world, folder: str, sections: dict) -> None:
             "a tensor is missing",
             "some of the policy's tensors are missing or have another shape \\(number: 1, the first: model.norm",
         ),
-        ("other tokens", "its tokenizer gives .* another number"),
+        ("other tokens", "its tokenizer gives .* another id"),
         ("absent", "judge.yaml: engine '/absent' is not a folder"),
         ("quantised", "is quantised by gptq: .* \\(.*judge.yaml: engine\\)"),
         ("too long", "max_prompt_tokens 4090, max_new_tokens 96: their sum exceeds the 4096 tokens that"),

@@ -277,7 +277,11 @@ def test_a_sampler_that_fails_ends_the_job_by_name(tmp_path):
 BAD = [
     (4, {"parallel": split(0)}, ["--parallel.rollout-ranks 0", "needs ranks that sample"]),
     (2, {"parallel": split(2)}, ["--parallel.rollout-ranks 2", "none of the 2 ranks of the job to train"]),
-    (4, {"parallel": split(2, 2)}, ["--parallel.rollout-ranks 2", "2 that score leave none of the 4"]),
+    (
+        4,
+        {"parallel": split(2, 2)},
+        ["--parallel.rollout-ranks 2", "2 that score leave no rank to train (the job has 4)"],
+    ),
     (4, {"parallel": {"rollout_ranks": 1}}, ["--parallel.rollout-ranks 1", "--parallel.placement split"]),
     (4, {"parallel": {"scoring_ranks": 1}}, ["--parallel.scoring-ranks 1", "--parallel.placement split"]),
     (4, {"rollout": {"staleness": 1}}, ["--rollout.staleness 1", "--parallel.placement split"]),

@@ -546,8 +546,8 @@ def test_plan_names_judges_and_the_reward_model(tmp_path):
     room = "at most {} tokens a question and 512 a verdict"
     assert lines[5:] == [
         f"judge    {tmp_path}/p.yaml: the policy, in its engine, grades each response, 1 vote; {room.format('4,096')}",
-        f"judge    {tmp_path}/j.yaml: a/b, in the engine while the policy is out of it, compares each response with 2 "
-        f"at most, 3 votes; {room.format('2,000')}",
+        f"judge    {tmp_path}/j.yaml: a/b, in the engine while the policy is out of it, compares each response with "
+        f"at most 2 others, 3 votes; {room.format('2,000')}",
         f"scores   {tmp_path}/rm.yaml: c/d, +1 good -0.5 long, mean of steps that end with 'x', times 2",
     ]
     assert plan_lines(load("--reward.model", "e/f"), 1)[5:] == ["scores   e/f, its only score, times 1"]

@@ -271,6 +271,6 @@ def test_a_teacher_of_more_tokens_reads_the_same_and_another_numbering_is_refuse
 
     check_same_tokens(grown(tmp_path / "more", more), "tiny", "--reference.path")
     with pytest.raises(
-        ValueError, match=r"--reference.path .*gives 2 of \d+ tokens of tiny another number \(such as 'a'\)"
+        ValueError, match=r"--reference.path .*gives 2 of \d+ tokens of tiny another id \(such as 'a'\)"
     ):
         check_same_tokens(grown(tmp_path / "swapped", swapped), "tiny", "--reference.path")

