@@ -37,7 +37,7 @@ GATHERED = {"whole": 2 << 30, "once": 8 << 30}
 
 
 def way_to_gather(choice: str, size: int) -> str:
-    """Return how FSDP gathers a model: `whole`, `once` or `layers`.
+    """Return the way in which FSDP gathers a model: `whole`, `once` or `layers`.
 
     choice: the value of `--policy.gather`. size: bytes of all of the model's parameters, in the type of the forward.
     """

@@ -15,7 +15,7 @@ class BuiltIn:
     """True if the reward may take long, so that grading processes run it; they get the function from
     `load(name, settings)` of the module."""
     runs_programs: bool = False
-    """True if the reward may run programs, which needs the sandbox."""
+    """True if the reward may run programs, so that it needs the sandbox."""
     has_clocks: bool = False
     """True if the reward limits its own time, so that no response can make its grading time out."""
     documented: str = ""

@@ -23,7 +23,7 @@ Entry = tuple[str, Given]
 METHOD = ("algo.preset", "algo.loss", "algo.advantage")
 """Settings that determine which other settings a preset sets."""
 SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
-"""Defaults for SimPO. Its log p are means over tokens, which are small, so beta is 2 to 2.5 and gamma half of beta
+"""Defaults for SimPO. Its log p are means over tokens and so are small; beta is 2 to 2.5 and gamma half of beta
 (https://arxiv.org/abs/2405.14734)."""
 ORIGIN = "a run of your own"
 DEMO_LR = OptimizerConfig.lr

@@ -31,7 +31,7 @@ class RewardModelMethod:
     """The rows, the scores and the loss of the reward model."""
 
     rows: Literal["pairs", "steps"] = "pairs"
-    """Kind of rows: `pairs` of responses, or responses with labelled `steps`, which train a process reward model."""
+    """Kind of rows: `pairs` of responses, or for a process reward model responses with labelled `steps`."""
     separator: str = setting("\n\n", only_with=lambda c: not c.reads_pairs)
     """Text that ends every step but the last. The score of a step is read at the token that has the step's last
     character."""

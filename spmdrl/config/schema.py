@@ -48,8 +48,8 @@ class RunConfig:
     """Maximum number of seconds that the job takes after SIGUSR1 (or SIGTERM) to finish or abandon the step, save and
     exit."""
     deterministic: bool = setting(False, free=Free.WATCHED)
-    """Make two runs on the same layout equal to the last bit (also `--deterministic`), which is slower: with torch's
-    deterministic algorithms, a static assignment, and batch-invariant kernels in vLLM and SGLang on GPUs."""
+    """Make two runs on the same layout equal to the last bit (also `--deterministic`). This takes more time: torch's
+    deterministic algorithms, a static assignment, and on GPUs batch-invariant kernels in vLLM and SGLang are used."""
     lockstep_debug: bool = setting(False, free=Free.WATCHED)
     """Compare the call site, operation and shape of every collective between ranks before it runs. This is slow, but
     the error names the rank that differs."""
@@ -179,8 +179,8 @@ class PolicyConfig:
     """Maximum number of tokens that are packed into one forward, on one rank or on all sp ranks together. This changes
     speed and memory, and never the result."""
     activation_checkpointing: Literal["none", "full", "selective"] = setting("none", free=Free.COMPUTED)
-    """Activations that the backward pass recomputes to save memory. `full`: those of complete layers, which takes up to
-    a third more time. `selective` (Megatron): those inside the attention, between its projections."""
+    """Activations that the backward pass recomputes to save memory. `full`: those of complete layers, in up to a third
+    more time. `selective` (Megatron): those inside the attention, between its projections."""
     host_optimizer: bool = setting(False, free=Free.COMPUTED)
     """Megatron: run AdamW on the host, where its moments and the float32 weights stay."""
     moe_aux_loss: float = setting(0.0, NOT_NEGATIVE)
@@ -275,7 +275,7 @@ class RolloutConfig:
     requests, while all tp x dp ranks divide the experts."""
     ep: int = setting(1, COUNT, free=Free.DRAWN)
     """Mixture of experts: number of ranks of an engine over which complete experts are distributed (vllm, sglang). It
-    must be tp x dp, or 1, with which each rank holds a slice of every expert."""
+    must be tp x dp or 1. With 1, each rank holds a slice of every expert."""
     prompts_per_step: int = setting(32, COUNT, unread_by=(Job.EVALUATE,))
     """Number of prompts in one step, over all ranks."""
     samples_per_prompt: int = setting(8, COUNT, unread_by=(Job.EVALUATE,))
@@ -309,7 +309,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = setting(0.5, SHARE, free=Free.DRAWN)
     """Largest share of a GPU's memory that vLLM or SGLang takes while it is awake."""
     staleness: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Under `split`: number of steps that sampling runs ahead of training, which bounds the age of the weights that
+    """Under `split`: number of steps that sampling runs ahead of training. It bounds the age of the weights that
     sample. 1: the experience of step k+1 is sampled while step k trains, with the weights from the start of step k.
     Larger values only even out single slow steps, because all ranks end every step together."""
     routing_replay: bool = setting(False, unread_by=(Job.EVALUATE,))

@@ -108,8 +108,8 @@ class HeldOutConfig:
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(20, NOT_NEGATIVE)
-    """Number of steps between measurements of the loss on `--data.eval`, which is also measured before the first step
-    and at the end. 0: never."""
+    """Number of steps between measurements of the loss on `--data.eval`; the loss is also measured before the first
+    step and at the end. 0: never."""
     rows: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
     """Maximum number of rows of `--data.eval` to evaluate on. 0: all."""
 

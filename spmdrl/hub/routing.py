@@ -1,10 +1,10 @@
 """Routing replay: a mixture of experts trains with the experts that the engine chose ("R3",
 https://arxiv.org/abs/2510.11370).
 
-A router's choice of experts is discrete: rounding may change it between engine and trainer, and from one update to the
-next, which changes the probability ratio (https://arxiv.org/abs/2507.18071). Routing replay records the choice
-when a token is sampled and repeats it in training. The weights of the chosen experts still come from the trainer's own
-router, by the model's own formula, so the gradient is complete.
+A router's choice of experts is discrete: rounding may change it between engine and trainer, and an update may change
+it, too. Each change also changes the probability ratio (https://arxiv.org/abs/2507.18071). Routing replay records the
+choice when a token is sampled and repeats it in training. The weights of the chosen experts still come from the
+trainer's own router, by the model's own formula, so the gradient is complete.
 
 A router of transformers chooses by one `topk` over its experts. Choices are recorded and replaced at that call, which
 routers with softmax or sigmoid, and with or without bias, groups and normalization, have in common.

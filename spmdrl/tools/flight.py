@@ -1,7 +1,8 @@
 """Compares the flight records of a failed run: `python -m spmdrl.tools.flight RUN`.
 
 For every process group, the report shows the first collective in which ranks differ, with file and line on each rank,
-and the ranks that did not reach the latest collective. It also lists ranks without a record, which were killed.
+and the ranks that did not reach the latest collective. It also lists ranks that left no record: they were killed, or
+their machine is gone.
 """
 
 import json
