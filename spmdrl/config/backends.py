@@ -20,6 +20,7 @@ OF_FSDP = {
     "parallel.sp": "needs --policy.backend fsdp; in megatron --parallel.cp divides sequences",
     "policy.liger": "needs --policy.backend fsdp; Megatron has other kernels",
     "policy.gather": "needs --policy.backend fsdp; leave it out",
+    "policy.compile_layers": "needs --policy.backend fsdp; leave it out",
     "policy.reduce_gradients": "needs --policy.backend fsdp; Megatron holds the gradients of all parameters of a rank, "
     "take last",
     "policy.attention": "needs --policy.backend fsdp; leave it out",
@@ -64,8 +65,10 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
     else:
         if config.policy.activation_checkpointing == "selective":
             problems.add("policy.activation_checkpointing", "needs --policy.backend megatron; take full or none")
-        if config.policy.liger and importlib.util.find_spec("liger_kernel") is None:
+        if config.policy.liger == "on" and importlib.util.find_spec("liger_kernel") is None:
             problems.add("policy.liger", "Liger is not installed; pip install liger-kernel, or leave it out")
+        if config.policy.liger == "on" and config.policy.compile_layers:
+            problems.add("policy.compile_layers", "compiled layers do not take Liger's kernels: --policy.liger off")
     if problems:
         return problems
     rest = axis_product(config)

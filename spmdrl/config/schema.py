@@ -211,8 +211,12 @@ class PolicyConfig:
     micro-batch has several chunks (on a GPU a chunk has 1,900 tokens for 152k bfloat16 logits a token), this saves a
     quarter of the head's work, but needs memory for a float32 copy of the head's gradient in addition to the
     activations. Other losses, and with False all losses, read logp of the complete micro-batch."""
-    liger: bool = setting(False, free=Free.COMPUTED)
-    """FSDP on GPUs: use Liger's kernels for RMSNorm, rotary embedding and SwiGLU (`pip install liger-kernel`)."""
+    liger: Literal["auto", "on", "off"] = setting("auto", free=Free.COMPUTED)
+    """FSDP on GPUs: whether Liger's kernels (`pip install liger-kernel`) compute RMSNorm, rotary embedding and SwiGLU.
+    `auto`: in 16 bits, if they are installed, for Llama, Mistral, Qwen2, Qwen3 and SmolLM3 without `compile_layers`."""
+    compile_layers: bool = setting(False, free=Free.COMPUTED)
+    """FSDP: compile the layers by `torch.compile`, except for their attention, which takes a minute at the start of a
+    run. Models with experts or recurrent layers are refused."""
     share_prompts: bool = setting(True, free=Free.COMPUTED)
     """Compute the prompt that the samples of a group share only once, in forward and backward. This changes speed and
     memory, and never the result."""

@@ -70,7 +70,7 @@ def _gpu_needs(config: Config) -> list[str]:
     needs = {
         "--run.device cuda": config.run.device == "cuda",
         "--policy.backend megatron": config.policy.backend == "megatron",
-        "--policy.liger": config.policy.liger,
+        "--policy.liger on": config.policy.liger == "on",
         f"--rollout.quantization {rollout.quantization}": named and rollout.quantization != "none",
         "--rollout.deterministic": named and rollout.deterministic,
     }

@@ -77,7 +77,7 @@ def test_shared_prompts_in_float32_build_no_mask(monkeypatch):
 
 def test_liger_layers_are_the_same_model():
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    from spmdrl.policy.fsdp.sharding import use_liger
+    from spmdrl.policy.fsdp.layers import use_liger
 
     tokens, lengths = torch.arange(3, 40).repeat(2), torch.tensor([37, 37])
     mask = (torch.arange(74) % 37 > 0).cuda()
@@ -85,7 +85,7 @@ def test_liger_layers_are_the_same_model():
     for liger, dtype in ((False, torch.float64), (False, torch.float32), (True, torch.float32)):
         hf = build_model(TINY, torch.float32, False, attention.register()).to("cuda", dtype)
         if liger:
-            use_liger(hf, torch.device("cuda"))
+            use_liger(hf, "on", torch.device("cuda"), dtype)
             assert any("Liger" in type(m).__name__ or "liger" in m.forward.__module__ for m in hf.modules())
         model = PackedLM(hf, "padded")
         logp, entropy = model(tokens.cuda(), lengths, mask, 1.0)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.hub.routing import FREE, Routers, experts_of
 from spmdrl.policy.attention import packed as attention
-from spmdrl.policy.fsdp.sharding import recompute
+from spmdrl.policy.fsdp.layers import recompute
 from spmdrl.policy.heads import PackedLM
 from spmdrl.policy.learner import Learner
 from spmdrl.spmd.world import World

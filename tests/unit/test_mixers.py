@@ -16,7 +16,7 @@ from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.packing import Packing, over
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import KERNELS, Needs, pick
-from spmdrl.policy.fsdp.sharding import recompute
+from spmdrl.policy.fsdp.layers import recompute
 from spmdrl.policy.heads import PackedLM
 from spmdrl.policy.mixers.layers import CARRIERS, OTHERS, rows_of
 from tests.unit.test_packed_forward import gradient, plainly, scalar

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.varlen import Needs, pick
-from spmdrl.policy.fsdp.sharding import recompute
+from spmdrl.policy.fsdp.layers import recompute
 from spmdrl.policy.heads import PackedLM
 from tests.ranks.cases import float64_softmax
 from tests.unit.varlen_kernels import calls, stand_in

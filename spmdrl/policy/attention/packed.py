@@ -181,12 +181,23 @@ def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
     pick(cfg.policy.attention, needs_of_model(config, DTYPES[cfg.model.dtype], device), installed())
 
 
+ENTRIES: list[Any] = [packed_attention]
+"""`packed_attention`, and after `leave_uncompiled` also its form that compiled layers can call."""
+
+
 def register() -> str:
     """Register this attention implementation with transformers; return its name."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(NAME, ENTRIES[-1])
     return NAME
+
+
+def leave_uncompiled() -> None:
+    """Let compiled layers call this attention as it is; `torch.compile` would compile it for each pack's lengths."""
+    if len(ENTRIES) == 1:
+        ENTRIES.append(torch.compiler.disable(packed_attention))
+    register()
 
 
 def own_attention(hf: Any) -> str:

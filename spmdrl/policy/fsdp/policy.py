@@ -28,7 +28,8 @@ from spmdrl.policy.attention.ulysses import check_model
 from spmdrl.policy.contract import SCORES, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
 from spmdrl.policy.fsdp.checkpoint import load, saving
-from spmdrl.policy.fsdp.sharding import fill_model, recompute, sharded, use_liger
+from spmdrl.policy.fsdp.layers import compile_layers, recompute, use_liger
+from spmdrl.policy.fsdp.sharding import fill_model, sharded
 from spmdrl.policy.grad_guard import scaled
 from spmdrl.policy.heads import Form, stand_in
 from spmdrl.policy.learner import Learner
@@ -85,8 +86,11 @@ class FsdpPolicy(Learner):
             raise ValueError(f"{path}: an output head with a bias is not supported")
         keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
         self.untrained = prediction_heads(self.folder, hf.config) if keep else None
-        if cfg.policy.liger:
-            use_liger(hf, self.world.device)
+        compiles = cfg.policy.compile_layers
+        # The compiler itself fuses what Liger's kernels fuse.
+        use_liger(hf, "off" if compiles else cfg.policy.liger, self.world.device, self.compute)
+        if compiles and self.world.device.type != "meta":
+            compile_layers(hf)
         # A reward model may start from a language model, whose folder has no head for scores. The folder of a
         # classifier must include the head.
         generates = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])

@@ -2,20 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 
 from spmdrl.config.backends import way_to_gather
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.hub.build import decoder_layers, give_memory
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.lora import initial_values, is_adapter, plain_name
-from spmdrl.policy.attention.packing import again
 from spmdrl.policy.contract import SCORES, Head
 from spmdrl.policy.heads import PackedLM, PackedScalar
 from spmdrl.spmd.devices import kind_of
@@ -53,35 +50,6 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, w
             if direct and kind_of(world.device) == "cpu":
                 module.set_custom_all_gather(DirectAllGather())
                 module.set_custom_reduce_scatter(DirectReduceScatter())
-
-
-def recompute(hf: Any) -> None:
-    """Recompute the forward of each decoder layer in its backward instead of storing its activations.
-
-    transformers' own activation checkpointing is not used: it needs training mode, which would also enable dropout.
-    """
-    for layer in decoder_layers(hf):
-        # The states of random generators need not be restored, because no layer draws random numbers in eval mode.
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=again
-        )
-
-
-def use_liger(hf: Any, device: torch.device) -> None:
-    """Replace a model's norms, activations and rotary embeddings by Liger's kernels (https://arxiv.org/abs/2410.10989).
-
-    Raises:
-        ValueError: the device is not a GPU, or Liger has no kernels for the model type.
-    """
-    if device.type != "cuda":
-        raise ValueError("--policy.liger: Liger's kernels need a GPU; leave out this flag on a CPU")
-    from liger_kernel.transformers import monkey_patch
-
-    known, kind = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, hf.config.model_type
-    if kind not in known:
-        raise ValueError(f"--policy.liger: Liger has no kernels for {kind}; it has {', '.join(sorted(known))}")
-    # Liger's losses are not used, because the head computes the run's loss chunk by chunk.
-    monkey_patch._apply_liger_kernel_to_instance(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def sharded(

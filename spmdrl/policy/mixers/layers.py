@@ -192,11 +192,15 @@ class State:
         return state
 
 
+def mixes(module: nn.Module) -> bool:
+    """Return True for a recurrent or convolutional layer, which mixes tokens without attention."""
+    return type(module).__name__.endswith((*CARRIERS, *OTHERS))
+
+
 def install(hf: nn.Module) -> None:
     """Make the layers of a HF model run over packs while a packing is `active`; without one they run unchanged."""
     for module in hf.modules():
-        mixes = type(module).__name__.endswith((*CARRIERS, *OTHERS))
-        if mixes and getattr(module.forward, "func", None) is not _forward:
+        if mixes(module) and getattr(module.forward, "func", None) is not _forward:
             module.forward = partial(_forward, module, module.forward)
 
 
