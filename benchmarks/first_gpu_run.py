@@ -3,10 +3,13 @@
     ./benchmarks/gpu.sh [options]                 this program with the project's interpreter and missing wheels
     python benchmarks/first_gpu_run.py [options]
 
-`--dry-run` prints the stages of `_gpu_stages.py` with their requirements and what each proves. If the machine does not
-meet the requirements of a stage, the stage is skipped with the reason. If a stage fails, hangs or leaves processes
-behind, the others still run. A training stage trains a model and checks its metrics and logs (`_gpu_judge.py`). The
-report is written after every stage. The exit code is 0 if no stage failed, 1 if one did, and 2 without a GPU.
+`--dry-run` prints the stages of `_gpu_stages.py` with their requirements and what each proves. `--short` runs those
+that have a short form, the most valuable first, and ends after 560 seconds at most. If the machine does not meet the
+requirements of a stage, the stage is skipped with the reason. If a stage fails, hangs, prints without end or leaves
+processes behind, the others still run. A training stage trains a model and checks its metrics and logs
+(`_gpu_judge.py`). The report (`_gpu_report.py`) names every stage from the beginning and is written before and after
+each one, so if this program is killed, the report has what was measured and says what was not. The exit code is 0 if no
+stage failed, 1 if one did, and 2 without a GPU.
 
 This program only needs the standard library; programs that import torch run in separate processes.
 """
@@ -24,44 +27,49 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._about import CLAIM, clocks  # noqa: E402
 from benchmarks._gpu_judge import judge  # noqa: E402
-from benchmarks._gpu_stages import FACTS, ROOT, STEPS, Command, Form, Stage, Training, chosen, example  # noqa: E402
+from benchmarks._gpu_report import Result, write  # noqa: E402
+from benchmarks._gpu_stages import (  # noqa: E402
+    BEFORE,
+    ROOT,
+    STEPS,
+    TOTAL,
+    Command,
+    Form,
+    Stage,
+    Training,
+    chosen,
+    example,
+)
 
 GRACE = 5.0
 """Seconds before the limit at which a program is signalled to end."""
+LEAST = 10.0
+"""Seconds below which a stage is not started."""
 MARK = "SPMDRL_STAGE"
 """Environment variable that marks all processes of a stage, since torchrun starts its ranks in separate sessions."""
+SETUP = "SPMDRL_SETUP_SECONDS"
+"""Environment variable with the seconds that `gpu.sh` took before it started this program."""
+NO_VLLM = "SPMDRL_NO_VLLM"
+"""Environment variable with the reason why `gpu.sh` could not install the packed vLLM."""
 SLOWER = 4
 """Factor by which time limits are longer on a CPU."""
 TAIL = 40
 """Number of last lines of the log of a failed program in the report."""
+LOG = 6 << 20
+"""Largest number of bytes that the programs of a stage may print."""
+KEPT = 400_000
+"""Number of last bytes of a stage's log that are kept, besides a quarter as many first ones."""
 RESULTS = {False: Path("benchmarks/results"), True: Path("runs/first_run_cpu")}
 """Folder of the report in the repository, by the value of --small. The folder for --small is ignored by git, so that
 the recorded figures are not overwritten."""
-
-
-@dataclass
-class Result:
-    """Result of a stage."""
-
-    name: str
-    status: str = "ok"
-    """`ok`, `failed` or `skipped`."""
-    reason: str = ""
-    seconds: float = 0.0
-    limit: float = 0.0
-    proves: str = ""
-    commands: list[str] = field(default_factory=list)
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Figures by run and by name."""
-    targets: list[str] = field(default_factory=list)
-    tail: list[str] = field(default_factory=list)
 
 
 # ── processes ────────────────────────────────────────────────────────────────
@@ -91,6 +99,19 @@ def end(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
+def watched(process: subprocess.Popen, log: Path, most: int, seconds: float) -> str:
+    """Wait for a program; return why it failed or has to end, or an empty text. most: bytes that the log may reach."""
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(min(0.5, max(0.1, end - time.monotonic())))
+            return f"exit code {code}" if code else ""
+        if log.stat().st_size > most:
+            return f"stopped after {LOG >> 20} MiB of output"
+        if time.monotonic() >= end:
+            return "stopped"
+
+
 def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]) -> str:
     """Run a program and kill it with all of its processes at the limit; return why it failed, or an empty text."""
     mark = secrets.token_hex(8)
@@ -107,16 +128,14 @@ def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        wrong = ""
         try:
-            code = process.wait(max(1.0, seconds - GRACE))
-            wrong = f"exit code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            wrong = f"stopped after {seconds:.0f} s"
-            # SIGINT lets Python programs, including torchrun's agent, exit in order.
-            end([process.pid], signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.5, deadline - time.monotonic()))
+            wrong = watched(process, log, file.tell() + LOG, max(1.0, seconds - GRACE))
+            if wrong.startswith("stopped"):
+                wrong = wrong if wrong != "stopped" else f"stopped after {seconds:.0f} s"
+                # SIGINT lets Python programs, including torchrun's agent, exit in order.
+                end([process.pid], signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(GRACE, max(0.5, deadline - time.monotonic())))
         finally:
             left = family(process.pid, mark)
             for _ in range(20):
@@ -132,22 +151,38 @@ def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]
 # ── stages ───────────────────────────────────────────────────────────────────
 
 
+def taken_from(log: Path, start: int) -> list[str]:
+    """Return the lines of a log from a place on, and cut the middle out of the file if they are too long."""
+    with open(log, "rb") as file:
+        file.seek(start)
+        part = file.read()
+    if len(part) > KEPT + KEPT // 4:
+        cut = f"\n... {len(part) - KEPT - KEPT // 4} bytes are left out ...\n".encode()
+        part = part[: KEPT // 4] + cut + part[-KEPT:]
+        with open(log, "rb+") as file:
+            file.truncate(start)
+            file.seek(start)
+            file.write(part)
+    return part.decode(errors="replace").splitlines()
+
+
 def run_stage(stage: Stage, form: Form, limit: float, gib: float = 1e9) -> Result:
     """Run a stage and return its result, which is the reason if it cannot run. gib: memory of the smallest GPU."""
     result = Result(stage.name, limit=limit, proves=stage.proves)
     if reason := stage.lacks(form, gib):
         result.status, result.reason = "skipped", reason
         return result
-    log, began = form.work / f"{stage.name}_{'cpu' if form.small else 'gpu'}.log", time.monotonic()
-    log.unlink(missing_ok=True)
-    wrong: list[str] = []
+    began, wrong = time.monotonic(), []
+    with open(form.log, "a") as file:
+        file.write(f"=== {stage.name}\n")
+        start = file.tell()
     for part in stage.runs:
         words, label = part.words(stage.name, form), part.name if isinstance(part, Training) else stage.name
         result.commands.append(shlex.join(words))
         extra = dict(part.environment) if isinstance(part, Command) and form.small else {}
         if isinstance(part, Training):
             shutil.rmtree(part.folder(stage.name, form), ignore_errors=True)
-        problem = run(words, log, limit - (time.monotonic() - began), extra)
+        problem = run(words, form.log, limit - (time.monotonic() - began), extra)
         problems = [problem] if problem else []
         if isinstance(part, Training):
             bad, result.figures[label] = judged(stage, part, form)
@@ -155,8 +190,10 @@ def run_stage(stage: Stage, form: Form, limit: float, gib: float = 1e9) -> Resul
         wrong += [f"{label}: {each}" for each in problems]
         if time.monotonic() - began > limit - GRACE:
             break
-    lines = log.read_text(errors="replace").splitlines()
-    result.targets = [line for line in lines if line.startswith("target ")]
+    lines = taken_from(form.log, start)
+    result.targets = [line for line in lines if line.startswith(("target ", "figure "))]
+    result.take(form.file(stage.name, "json"))
+    result.clocks = [] if form.small else clocks()
     result.seconds = time.monotonic() - began
     if wrong:
         result.status, result.reason, result.tail = "failed", "; ".join(wrong), lines[-TAIL:]
@@ -175,58 +212,20 @@ def share(stages: list[Stage], i: int, spare: float) -> float:
     return stages[i].limit + (max(0.0, spare) / later if stages[i].benchmark else 0.0)
 
 
-def look(python: str, work: Path) -> dict:
+def look(python: str, work: Path, seconds: float) -> dict:
     """Return the facts about the machine, collected by a process that imports torch.
 
     Raises:
         SystemExit: the process failed; the message has the reason.
     """
     log = work / "facts.log"
-    wrong = run([python, "-m", "benchmarks._gpu_facts", str(work / "facts.json")], log, FACTS, {})
+    wrong = run([python, "-m", "benchmarks._gpu_facts", str(work / "facts.json")], log, seconds, {})
     if wrong:
         raise SystemExit(f"{python}: cannot collect facts about the machine, {wrong}:\n{log.read_text()[-3000:]}")
     return json.loads((work / "facts.json").read_text())
 
 
-# ── the report ───────────────────────────────────────────────────────────────
-
-
-def write(base: Path, results: list[Result], facts: dict, began: datetime, seconds: float) -> None:
-    """Write the report so far as JSON and as Markdown."""
-    report = {"date": began.isoformat(timespec="seconds"), "seconds": round(seconds), "machine": facts}
-    report["stages"] = [asdict(result) for result in results]
-    base.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    base.with_suffix(".md").write_text(markdown(report, facts))
-
-
-def markdown(report: dict, facts: dict) -> str:
-    stages = report["stages"]
-    count = {status: sum(s["status"] == status for s in stages) for status in ("ok", "failed", "skipped")}
-    gpus = ", ".join(f"{g['name']} ({g['gib']} GiB, {g['capability']})" for g in facts["gpus"]) or "no GPU"
-    lines = [
-        f"# First run, {report['date']}",
-        "",
-        f"{count['ok']} ok, {count['failed']} failed, {count['skipped']} skipped, in {report['seconds']} s.",
-        f"Machine: {facts['host']}, {facts['cpu']}; {len(facts['gpus'])} GPUs: {gpus}.",
-        "Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()) + ".",
-        "",
-        "| stage | status | seconds (limit) | what it proves, or why not |",
-        "|---|---|---|---|",
-    ]
-    for s in stages:
-        why = (s["reason"] or s["proves"]).replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {s['name']} | {s['status']} | {s['seconds']:.0f} ({s['limit']:.0f}) | {why} |")
-    for s in stages:
-        if not (s["figures"] or s["targets"] or s["tail"]):
-            continue
-        lines += ["", f"## {s['name']}", ""]
-        for run_name, figures in s["figures"].items():
-            lines.append(f"- {run_name}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-        block = [*s["targets"], *(["$ " + command for command in s["commands"]] if s["tail"] else []), *s["tail"]]
-        lines += ["", "```", *block, "```"] if block else []
-    if facts["topology"]:
-        lines += ["", "## Links", "", "```", facts["topology"], "```"]
-    return "\n".join(lines) + "\n"
+# ── the program ──────────────────────────────────────────────────────────────
 
 
 def show(stages: list[Stage], form: Form) -> None:
@@ -235,24 +234,26 @@ def show(stages: list[Stage], form: Form) -> None:
         for part in stage.runs:
             print(f"{stage.name}: {shlex.join(part.words(stage.name, form))}")
         print(f"  needs {stage.needs}; at most {stage.limit} s; {stage.proves}")
-    print(f"{len(stages)} stages, at most {sum(s.limit for s in stages) + FACTS} s; shown for {form.gpus} GPUs")
+    most = sum(s.limit for s in stages) + BEFORE[form.short]
+    print(f"{len(stages)} stages, at most {most} s; shown for {form.gpus} GPUs")
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the benchmarks in their short forms")
+    parser.add_argument(
+        "--short", action="store_true", help=f"the short forms of the most valuable stages, {TOTAL[True]} s in all"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print every stage with its needs and limit, and stop")
     parser.add_argument("--only", default="", help="names or groups (tests, ranks, kernels), with commas between them")
     parser.add_argument("--limit", type=float, help="seconds of each stage, instead of its own limit")
-    parser.add_argument(
-        "--results", type=Path, help="folder of the report, the benchmarks' files and, if given, the logs"
-    )
+    parser.add_argument("--results", type=Path, help="folder of the report and its pictures and, if given, of the log")
     parser.add_argument("--small", action="store_true", help="the small form of every stage, on the CPU")
     args = parser.parse_args(argv)
     if args.limit is not None and not GRACE < args.limit < math.inf:
         parser.error(f"--limit {args.limit:g}: seconds above {GRACE:g}, which a stage is given to end in")
     try:
-        chosen(args.only)
+        chosen(args.only, args.short)
     except ValueError as error:
         parser.error(str(error))
     if args.results and not args.dry_run:
@@ -265,58 +266,97 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = options(argv)
-    stages, results_folder = chosen(args.only), args.results or ROOT / RESULTS[args.small]
-    if args.dry_run:
-        show(stages, example(Path("WORK"), args.results or RESULTS[False], args.quick))
-        return 0
-    kind = "cpu" if args.small else "gpu"
+def prepare_environment(small: bool) -> None:
+    """Set the environment variables of all programs that are started."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if args.small:
+    os.environ[CLAIM] = "cpu" if small else "cuda"
+    if small:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
     # Tests hide the GPUs from subprocesses by this variable; tests/gpu needs to see them.
     os.environ.pop("SPMDRL_TESTS_GIVEN", None)
-    work = Path(tempfile.mkdtemp(prefix="spmdrl_first_run_"))
-    began, clock, results = datetime.now(UTC), time.monotonic(), []
-    facts = look(sys.executable, work)
-    if not facts["gpus"] and not args.small:
-        small = "--small runs the small form of every stage on its CPU"
-        print(f"{sys.executable}: torch sees no CUDA device on this machine; {small}", file=sys.stderr)
-        return 2
-    results_folder.mkdir(parents=True, exist_ok=True)
-    form = Form(
+
+
+def form_of(args: argparse.Namespace, facts: dict, work: Path, folder: Path) -> Form:
+    """Return the form of this run on this machine."""
+    why = os.environ.get(NO_VLLM, "")
+    return Form(
         args.small,
         len(facts["gpus"]),
         tuple(facts["modules"]),
         sys.executable,
         work,
-        results_folder.resolve(),
-        args.quick,
+        folder.resolve(),
+        args.quick or args.short,
         facts["large_model"],
+        args.short,
+        {"vllm": why} if why and "vllm" not in facts["modules"] else {},
+        # Logs go into the folder of the report only if it was asked for: the default one is kept by git.
+        (folder if args.results else work).resolve() / f"first_run_{'cpu' if args.small else 'gpu'}.log",
     )
-    gib, base = min((g["gib"] for g in facts["gpus"]), default=0.0), results_folder / f"first_run_{kind}"
+
+
+def run_all(stages: list[Stage], form: Form, facts: dict, base: Path, args: argparse.Namespace, used: float) -> int:
+    """Run the stages in order, write the report before and after each, and return how many failed.
+
+    used: seconds of the total that were used already.
+    """
+    began, clock = datetime.now(UTC), time.monotonic() - used
+    gib, slower = min((g["gib"] for g in facts["gpus"]), default=0.0), SLOWER if form.small else 1
+    results = [Result(stage.name, "not run", "the program ended before", 0, stage.limit) for stage in stages]
+    report = lambda: write(base, results, facts, began, time.monotonic() - clock)  # noqa: E731
+    for i, stage in enumerate(stages):
+        spent = time.monotonic() - clock
+        planned = BEFORE[form.short] + sum(s.limit for s in stages[:i])
+        limit = args.limit or share(stages, i, planned - spent / slower) * slower
+        left = TOTAL[form.short] * slower - spent
+        limit = min(limit, left)
+        results[i] = Result(stage.name, "running", f"began after {spent:.0f} s", 0, limit, stage.proves)
+        report()
+        if left < LEAST and not stage.lacks(form, gib):
+            results[i].status, results[i].reason = "skipped", f"no time was left: {spent:.0f} s are used"
+        else:
+            results[i] = run_stage(stage, form, limit, gib)
+        result = results[i]
+        if stage.loads and result.status == "failed":
+            last = next((line for line in reversed(result.tail) if line.strip()), "")
+            why = f"does not load: {result.reason}; {last}"
+            form = replace(form, modules=tuple(m for m in form.modules if m != stage.loads), why={stage.loads: why})
+        report()
+        reason = f": {result.reason}" if result.reason else ""
+        print(f"=== {stage.name}: {result.status}, {result.seconds:.0f} s{reason}", flush=True)
+        for line in result.targets + result.tail:
+            print(f"    {line}")
+    failed = sum(result.status == "failed" for result in results)
+    print(f"=== {len(results)} stages, {failed} failed, {time.monotonic() - clock:.0f} s: {base}.md")
+    return failed
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = options(argv)
+    stages, folder = chosen(args.only, args.short), args.results or ROOT / RESULTS[args.small]
+    if args.dry_run:
+        show(stages, example(Path("WORK"), args.results or RESULTS[False], args.quick, args.short))
+        return 0
+    prepare_environment(args.small)
+    # `timeout` and machines that are taken back send SIGTERM: the stage's processes are killed on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    work = Path(tempfile.mkdtemp(prefix="spmdrl_first_run_"))
+    used = float(os.environ.get(SETUP, 0))
+    began = time.monotonic() - used
+    facts = look(sys.executable, work, max(20.0, BEFORE[args.short] - used))
+    if not facts["gpus"] and not args.small:
+        small = "--small runs the small form of every stage on its CPU"
+        print(f"{sys.executable}: torch sees no CUDA device on this machine; {small}", file=sys.stderr)
+        return 2
+    folder.mkdir(parents=True, exist_ok=True)
+    form = form_of(args, facts, work, folder)
+    form.log.unlink(missing_ok=True)
     print(f"{len(facts['gpus'])} GPUs; stages over several ranks use {form.ranks}; work in {work}")
-    try:
-        for i, stage in enumerate(stages):
-            planned = FACTS + sum(s.limit for s in stages[:i])
-            limit = args.limit or share(stages, i, planned - (time.monotonic() - clock)) * (SLOWER if args.small else 1)
-            result = run_stage(stage, form, limit, gib)
-            results.append(result)
-            write(base, results, facts, began, time.monotonic() - clock)
-            reason = f": {result.reason}" if result.reason else ""
-            print(f"=== {stage.name}: {result.status}, {result.seconds:.0f} s{reason}", flush=True)
-            for line in result.targets + result.tail:
-                print(f"    {line}")
-    finally:
-        if args.results:
-            for log in work.glob("*.log"):
-                shutil.copy(log, results_folder)
-    failed = [result.name for result in results if result.status == "failed"]
+    base = folder / f"first_run_{'cpu' if args.small else 'gpu'}"
+    failed = run_all(stages, form, facts, base, args, time.monotonic() - began)
     if not failed:
         shutil.rmtree(work, ignore_errors=True)
-    print(f"=== {len(results)} stages, {len(failed)} failed, {time.monotonic() - clock:.0f} s: {base}.md")
     return int(bool(failed))
 
 

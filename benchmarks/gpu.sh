@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # A first run on this machine's GPUs, by one command: correctness, runs over one GPU and several, then every benchmark.
 #
-#   ./benchmarks/gpu.sh [--quick] [--dry-run] [--small] [--only NAME[,NAME...]] [--limit SECONDS] [--results FOLDER]
+#   ./benchmarks/gpu.sh [--short] [--quick] [--dry-run] [--small] [--only NAME[,NAME...]] [--limit SECONDS]
+#                       [--results FOLDER]
 #
 # The stages and the report are those of benchmarks/first_gpu_run.py (--help explains the options): at most half an hour
-# in all, one that fails does not stop the others, one that the machine cannot run is skipped and says why.
+# in all, with --short 560 seconds. One that fails does not stop the others, one that the machine cannot run is skipped
+# and says why.
 #
 # PYTHON names the interpreter (default: .venv/bin/python, else python3). No network is used: packages that it lacks are
-# taken from the wheels in the folder WHEELS (default .whl, if there is one), for the time of the run. QWEN3_30B names the
+# taken from the wheels in the folder WHEELS (default .whl, if there is one), and vLLM from the folder PACKED_VLLM
+# (default .vllm, if there is one), which benchmarks/pack_vllm.py made, for the time of the run. QWEN3_30B names the
 # folder of Qwen3-30B-A3B-Base, if it is here.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -18,11 +21,21 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
-wheels=${WHEELS:-.whl}
+wheels=${WHEELS:-.whl} packed=${PACKED_VLLM:-.vllm} site=$work/site
 
-with_wheels() { # an environment on top of $PYTHON's own with what was carried; programs that stages start see it too
-    local site=$work/site
-    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || return
+with_wheels() { # puts the wheels into $site
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
+}
+
+with_vllm() { # puts the packed vLLM into $site; a part of it that fails leaves no vLLM
+    local why
+    why=$(timeout 20 "$PYTHON" benchmarks/pack_vllm.py --unpack "$packed" "$work/vllm" 2>&1) && mkdir -p "$site" &&
+        cp -al "$work/vllm/." "$site/" && return
+    export SPMDRL_NO_VLLM="could not be unpacked from $packed: $(tail -n 1 <<<"$why")"
+    echo "vLLM $SPMDRL_NO_VLLM"
+}
+
+on_top() { # an environment on top of $PYTHON's own with what is in $site; programs that stages start see it too
     "$PYTHON" -m venv --without-pip "$work/venv" || return
     "$PYTHON" - "$work/venv" "$site" <<'PYTHON' || return
 import sys
@@ -47,8 +60,16 @@ case " $* " in
     if compgen -G "$wheels/*.whl" >/dev/null; then
         with_wheels || { echo "the wheels in $wheels could not be installed"; exit 2; }
     fi
+    if [[ -d $packed ]]; then
+        with_vllm
+    else
+        export SPMDRL_NO_VLLM="is not installed for this device, and there is no folder $packed with a packed one"
+    fi
+    if [[ -d $site ]]; then
+        on_top || { echo "no environment could be made on top of $PYTHON"; exit 2; }
+    fi
     lacking=$(missing)
     [[ -n $lacking ]] && echo "missing: $lacking; what needs them will fail. Put their wheels in $wheels (WHEELS=FOLDER)"
     ;;
 esac
-"$PYTHON" benchmarks/first_gpu_run.py "$@"
+SPMDRL_SETUP_SECONDS=$SECONDS "$PYTHON" benchmarks/first_gpu_run.py "$@"

@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 import torch  # noqa: E402 (threads first)
 
 from benchmarks._about import available, measured_on, save  # noqa: E402
+from benchmarks._models import random_published  # noqa: E402
 from spmdrl.hub.build import DTYPES, build_model  # noqa: E402
 from spmdrl.hub.resolve import resolve  # noqa: E402
 from spmdrl.policy.attention import packed as attention  # noqa: E402
@@ -38,17 +39,12 @@ GROUPS = (8, 16)
 
 def random_model(folder: Path, device: str) -> Path:
     """Write the random model of a type of device and return its folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     if device == "cuda":
-        # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
-        sizes: dict = dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=6)
-        config = Qwen2Config(**sizes, num_attention_heads=28, num_key_value_heads=4, dtype="bfloat16")
-        with torch.device(device):
-            Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
-        return folder
-    sizes = dict(vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=10)
+        return random_published(folder, "Qwen2.5-7B", device, num_hidden_layers=6, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    sizes: dict = dict(vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=10)
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -403,6 +403,23 @@ def test_benchmark_shared_prompt_runs():
     assert row["ratio"] > 0 and row["logp_difference"] < 1e-4
 
 
+def colocated(folder: str):
+    from benchmarks import colocated as bench
+
+    sys.argv = ["colocated.py", "--quick", "--engine", "hf", "--json", f"{folder}/out.json"]
+    bench.main()
+
+
+def test_benchmark_colocated_runs(tmp_path):
+    forked(colocated, str(tmp_path))
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["about"]["engine"] == "HFEngine" and not told["about"]["graphs"] and len(told["rows"]) == 2
+    for row in told["rows"]:
+        assert row["sequences"] == 8 and row["engine_steps"] >= 8 and row["decode_ms"] > 0 and row["grad_norm"] > 0
+        assert row["response_length/mean"] == 8 and row["logp_diff/mean"] < 1e-5
+        assert 0 < row["gib"]["pushed"] < 64 and "rollout" in row["gib"]
+
+
 def agents(folder: str):
     from benchmarks import agents as bench
 

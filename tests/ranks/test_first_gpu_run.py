@@ -6,7 +6,9 @@ No GPU is here. The machines with GPUs are made-up facts, and stages on them sma
 import ast
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,19 +19,42 @@ import pytest
 
 from benchmarks import _gpu_facts, first_gpu_run
 from benchmarks._gpu_judge import judge
-from benchmarks._gpu_stages import FACTS, ROOT, STAGES, TOTAL, Command, Form, Stage, Training, chosen, example
+from benchmarks._gpu_stages import BEFORE, ROOT, STAGES, TOTAL, Command, Form, Stage, Training, chosen, example
 from tests.builds import no_sglang, no_vllm
 
 NAMES = {stage.name: stage for stage in STAGES}
-KEPT = ("HF_HUB_OFFLINE", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "PYTHONUNBUFFERED", "SPMDRL_TESTS_GIVEN")
+KEPT = (
+    *("HF_HUB_OFFLINE", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "PYTHONUNBUFFERED", "SPMDRL_TESTS_GIVEN"),
+    *("SPMDRL_BENCHMARK_DEVICE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+)
 """Variables that the program sets, or takes away, for everything that it starts."""
 GPU = {"name": "H200", "capability": "9.0", "gib": 139.0}
+MACHINE = {"host": "h", "cpu": "c", "gpus": [GPU], "versions": {"torch": "2"}, "modules": [], "topology": "GPU0 X"}
+MACHINE |= {"large_model": ""}
+
+
+@pytest.fixture
+def run_of(monkeypatch, tmp_path):
+    """Returns a function that runs the program with some stages on a made-up machine: its exit code, its report."""
+    for name in KEPT:
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+
+    def run(stages: list[Stage], *words: str, facts: dict = MACHINE, grace: float = 1.0) -> tuple[int, dict]:
+        monkeypatch.setattr(first_gpu_run, "chosen", lambda names, short=False: stages)
+        monkeypatch.setattr(first_gpu_run, "look", lambda python, work, seconds: facts)
+        monkeypatch.setattr(first_gpu_run, "GRACE", grace)
+        code = first_gpu_run.main(["--results", str(tmp_path / "out"), *words])
+        kind = "cpu" if "--small" in words else "gpu"
+        return code, json.loads((tmp_path / "out" / f"first_run_{kind}.json").read_text())
+
+    return run
 
 
 def form(folder: Path, **values) -> Form:
     modules = set(_gpu_facts.modules())
     modules -= {name for name, why in (("vllm", no_vllm()), ("sglang", no_sglang())) if why}
-    return replace(Form(True, 0, tuple(modules), sys.executable, folder, folder), **values)
+    return replace(Form(True, 0, tuple(modules), sys.executable, folder, folder, log=folder / "log"), **values)
 
 
 # ── every stage, in small ────────────────────────────────────────────────────
@@ -55,6 +80,9 @@ def test_other_stages_are_run_by_the_test_that_they_name(stage):
     text, function = (ROOT / file).read_text(), name.split("[")[0]
     assert function in {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
     part, small = stage.runs[0], " ".join(stage.runs[0].words(stage.name, form(Path("work"))))
+    for each in stage.short.runs if stage.short else ():
+        words = each.words(stage.name, form(Path("work")))[1:]
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
     if isinstance(part, Training):
         from tests.engines.test_vllm_tp import LAYOUTS, STAGE_OF
 
@@ -72,19 +100,39 @@ def test_other_stages_are_run_by_the_test_that_they_name(stage):
             assert (ROOT / other).is_file(), other
 
 
+@pytest.mark.parametrize("stage", [stage.shortened() for stage in STAGES if stage.short], ids=lambda stage: stage.name)
+def test_flags_of_short_forms_are_those_of_the_programs(stage, tmp_path):
+    """Trainings are read as the program reads them, and every other flag stands in the source of its script."""
+    for small in (False, True):
+        for part in stage.runs:
+            words = part.words(stage.name, form(tmp_path, small=small, gpus=1, quick=True, short=True))
+            if isinstance(part, Training):
+                from spmdrl.config.load import from_command_line
+
+                config = from_command_line(words[words.index("spmdrl.train") + 1 :]).config
+                assert config.rollout.enforce_eager and config.rollout.sleep_level == 2
+            elif words[1].endswith(".py"):
+                source = (ROOT / words[1]).read_text() + (ROOT / "kernels/bench/_measure.py").read_text()
+                assert all(f'"{word}"' in source for word in words if word.startswith("--")), words
+
+
 # ── what the stages are ──────────────────────────────────────────────────────
 
 
-def test_limits_add_up_to_half_an_hour():
-    assert FACTS + sum(stage.limit for stage in STAGES) <= TOTAL == 30 * 60
-    assert len(NAMES) == len(STAGES)
-    benchmarks = [stage.benchmark for stage in STAGES]
-    assert benchmarks == sorted(benchmarks), "benchmarks come last and share what time is left"
-    spare = 100.0
-    shares = [first_gpu_run.share(STAGES, i, spare) for i in range(len(STAGES))]
-    assert sum(shares[: benchmarks.index(True)]) == sum(s.limit for s in STAGES if not s.benchmark)
-    first = benchmarks.index(True)
-    assert shares[first] == STAGES[first].limit + spare / sum(benchmarks) and shares[-1] == STAGES[-1].limit + spare
+def test_limits_add_up_to_half_an_hour_and_to_560_seconds():
+    short = [stage.shortened() for stage in STAGES if stage.short]
+    assert TOTAL == {False: 30 * 60, True: 560} and len(NAMES) == len(STAGES)
+    for kind, stages in ((False, STAGES), (True, short)):
+        assert BEFORE[kind] + sum(stage.limit for stage in stages) <= TOTAL[kind]
+        benchmarks = [stage.benchmark for stage in stages]
+        assert benchmarks == sorted(benchmarks), "benchmarks come last and share what time is left"
+        spare = 100.0
+        shares = [first_gpu_run.share(stages, i, spare) for i in range(len(stages))]
+        first = benchmarks.index(True)
+        assert sum(shares[:first]) == sum(s.limit for s in stages if not s.benchmark)
+        assert shares[first] == stages[first].limit + spare / sum(benchmarks)
+        assert shares[-1] == stages[-1].limit + spare
+    assert [stage.name for stage in short[:4]] == ["vllm_loads", "vllm_tests", "vllm_sleep", "colocated"]
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (16, 8)])
@@ -104,6 +152,9 @@ def test_one_gpu_without_engines_runs_what_it_can_and_says_why_not(tmp_path):
     why = {stage.name: stage.lacks(lent, 139.0) for stage in STAGES}
     able = {name for name, reason in why.items() if not reason}
     assert able == {"devices", "kernel_tests", "program_tests"} | {s.name for s in STAGES if s.benchmark}
+    assert "--engine hf" in " ".join(NAMES["colocated"].runs[0].words("colocated", lent))
+    told = replace(lent, why={"vllm": "does not load: no such library"})
+    assert NAMES["vllm_tests"].lacks(told, 139.0) == "vllm does not load: no such library"
     assert why["vllm_sleep"] == "vllm is not installed for this device" and "megatron" in why["megatron"]
     whole = replace(lent, modules=example(tmp_path, tmp_path).modules)
     assert NAMES["ranks_tp1"].lacks(whole, 139.0) == "needs 2 GPUs, the machine has 1"
@@ -119,6 +170,10 @@ def test_dry_run_and_names(capsys):
     for stage in STAGES:
         assert f"\n{stage.name}: " in "\n" + out and stage.proves in out
     assert [s.group for s in chosen("ranks,devices")] == ["", *["ranks"] * 4]
+    assert first_gpu_run.main(["--dry-run", "--short"]) == 0
+    out = capsys.readouterr().out
+    assert "9 stages, at most 560 s" in out and "\nmfu: " in out and "\ndevices: " not in out
+    assert "--rollout.enforce-eager" in out and "mfu_gpu.json --quick" in out
 
 
 @pytest.mark.parametrize(
@@ -130,11 +185,12 @@ def test_dry_run_and_names(capsys):
         ("--limit inf", "--limit inf: seconds above 5"),
         ("--results /proc/x", "--results /proc/x: nothing can be written there: "),
         ("--results README.md", "--results README.md: nothing can be written there: File exists"),
-        ("--only nothing", "the stages are devices, kernel_tests"),
+        ("--only nothing", "the stages are devices, vllm_loads, kernel_tests"),
+        ("--only devices --short", "the short stages are vllm_loads, vllm_tests"),
     ],
 )
 def test_bad_options_end_before_the_machine_is_looked_at(words, told, monkeypatch, capsys):
-    monkeypatch.setattr(first_gpu_run, "look", lambda python, work: pytest.fail("it went on"))
+    monkeypatch.setattr(first_gpu_run, "look", lambda *args: pytest.fail("it went on"))
     monkeypatch.chdir(ROOT)
     for more in ([], ["--small"]):
         with pytest.raises(SystemExit) as end:
@@ -146,19 +202,22 @@ def test_report_of_the_small_form_goes_where_git_does_not_look(monkeypatch, tmp_
     """The recorded figures of a CPU stay as they are."""
     recorded = {p: p.stat().st_mtime_ns for p in (ROOT / "benchmarks" / "results").iterdir()}
     shutil.copy(ROOT / ".gitignore", tmp_path)
-    works = Stage("works", "something", 30, (Command('-c \'open("{json}", "w")\''),), benchmark=True)
-    nothing = {"host": "h", "cpu": "c", "gpus": [], "versions": {}, "modules": [], "topology": "", "large_model": ""}
-    monkeypatch.setattr(first_gpu_run, "chosen", lambda names: [works])
-    monkeypatch.setattr(first_gpu_run, "look", lambda python, work: nothing)
+    works = Stage("works", "something", 30, (Command('-c \'open("{json}", "w").write("[7]")\''),), benchmark=True)
+    nothing = MACHINE | {"gpus": [], "topology": ""}
+    monkeypatch.setattr(first_gpu_run, "chosen", lambda names, short: [works])
+    monkeypatch.setattr(first_gpu_run, "look", lambda *args: nothing)
     monkeypatch.setattr(first_gpu_run, "ROOT", tmp_path)
-    for name in (*KEPT, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    for name in KEPT:
         monkeypatch.setenv(name, os.environ.get(name, ""))
     assert first_gpu_run.main(["--small"]) == 0
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     seen = subprocess.run(["git", "-C", str(tmp_path), "status", "--porcelain"], capture_output=True, text=True).stdout
     assert seen == "?? .gitignore\n"
     names = {path.name for path in tmp_path.rglob("*_cpu.*")}
-    assert names == {"first_run_cpu.md", "first_run_cpu.json", "works_cpu.json"}
+    assert names == {"first_run_cpu.md", "first_run_cpu.json"}
+    report = json.loads(next(tmp_path.rglob("first_run_cpu.json")).read_text())
+    assert report["stages"][0]["results"] == [7], "the benchmark's file is in the report"
     assert recorded == {p: p.stat().st_mtime_ns for p in (ROOT / "benchmarks" / "results").iterdir()}
 
 
@@ -181,10 +240,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_report_of_stages_that_fail_hang_and_cannot_run(tmp_path, monkeypatch, capsys):
+def test_a_report_of_stages_that_fail_hang_and_cannot_run(tmp_path, monkeypatch, capsys, run_of):
     hangs = tmp_path / "hangs.py"
     hangs.write_text(HANGS)
-    facts = {"host": "h", "cpu": "c", "gpus": [GPU], "versions": {"torch": "2"}, "modules": [], "topology": "GPU0 X"}
     stages = [
         Stage("fails", "nothing", 30, (Command("-c 'print(\"why it | failed\"); raise SystemExit(3)'"),)),
         Stage("hangs", "nothing", 7, (Command(str(hangs)), Command("-c 'print(\"too late\")'"))),
@@ -195,15 +253,9 @@ def test_a_report_of_stages_that_fail_hang_and_cannot_run(tmp_path, monkeypatch,
     ]
     # A run of the program that leaves no metrics.
     monkeypatch.setattr(Training, "words", lambda part, stage, form: [sys.executable, "-c", "pass"])
-    monkeypatch.setattr(first_gpu_run, "chosen", lambda names: stages)
-    monkeypatch.setattr(first_gpu_run, "look", lambda python, work: facts | {"large_model": ""})
-    monkeypatch.setattr(first_gpu_run, "GRACE", 1.0)
-    for name in KEPT:
-        monkeypatch.setenv(name, os.environ.get(name, ""))
     began = time.monotonic()
-    assert first_gpu_run.main(["--results", str(tmp_path / "out")]) == 1
-    assert time.monotonic() - began < 60
-    told = json.loads((tmp_path / "out" / "first_run_gpu.json").read_text())
+    code, told = run_of(stages)
+    assert code == 1 and time.monotonic() - began < 60
     got = {stage["name"]: stage for stage in told["stages"]}
     assert {name: stage["status"] for name, stage in got.items()} == {
         "fails": "failed",
@@ -224,11 +276,114 @@ def test_a_report_of_stages_that_fail_hang_and_cannot_run(tmp_path, monkeypatch,
     report = (tmp_path / "out" / "first_run_gpu.md").read_text()
     assert "1 ok, 3 failed, 2 skipped" in report and "H200 (139.0 GiB, 9.0)" in report and "GPU0 X" in report
     assert "| hangs | failed | " in report and "why it | failed" in report
-    assert (tmp_path / "out" / "fails_gpu.log").is_file() and "works: ok" in capsys.readouterr().out
+    log = (tmp_path / "out" / "first_run_gpu.log").read_text()
+    assert log.index("=== fails") < log.index("why it | failed") < log.index("=== hangs")
+    assert "works: ok" in capsys.readouterr().out
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {f"first_run_gpu.{end}" for end in ("json", "md", "log")}
+
+
+def test_a_library_that_raises_at_import_leaves_its_time_to_the_others(tmp_path, run_of, monkeypatch):
+    """The stages that need it are skipped with the reason, and benchmarks with another form take that."""
+    broken = "-c 'import sys; sys.exit(\"ImportError: libcudart.so.13: no such file\")'"
+    stages = [
+        Stage("loads", "nothing", 100, (Command(broken),), modules=("vllm",), loads="vllm"),
+        Stage("tests", "nothing", 200, (), modules=("vllm",)),
+        Stage("steps", "nothing", 50, (Command("-c 'print(\"figure engine {engine}\")'"),), benchmark=True),
+        Stage("speed", "nothing", 50, (Command("-c pass"),), benchmark=True),
+    ]
+    code, told = run_of(stages, "--short", facts=MACHINE | {"modules": ["vllm"]})
+    loads, tests, steps, speed = told["stages"]
+    assert code == 1 and loads["status"] == "failed"
+    assert tests["status"] == "skipped"
+    assert tests["reason"] == "vllm does not load: loads: exit code 1; ImportError: libcudart.so.13: no such file"
+    assert steps["targets"] == ["figure engine hf"] and speed["status"] == "ok"
+    assert steps["limit"] > 50 + 300 / 2 and speed["limit"] > 50 + 250, "they share what the others left"
+    monkeypatch.setenv("SPMDRL_NO_VLLM", "is not installed, and there is no folder .vllm")
+    _, told = run_of(stages[1:], "--short")
+    assert told["stages"][0]["reason"] == "vllm is not installed, and there is no folder .vllm"
+
+
+def test_a_short_run_ends_in_time_whatever_was_used_before(run_of, monkeypatch):
+    monkeypatch.setenv("SPMDRL_SETUP_SECONDS", "525")
+    stages = [Stage(name, "nothing", 100, (Command("-c pass"),), benchmark=True) for name in ("first", "second")]
+    _, told = run_of(stages, "--short")
+    assert 30 < told["stages"][0]["limit"] <= 35 and told["seconds"] >= 525
+    monkeypatch.setenv("SPMDRL_SETUP_SECONDS", "555")
+    code, told = run_of(stages, "--short")
+    assert code == 0 and {stage["status"] for stage in told["stages"]} == {"skipped"}
+    assert told["stages"][0]["reason"] == "no time was left: 555 s are used"
+
+
+def test_what_comes_back_stays_small(tmp_path, run_of, monkeypatch):
+    """A stage that prints without end is stopped and its output is cut; results that are too large stay a file."""
+    monkeypatch.setattr(first_gpu_run, "LOG", 300_000)
+    monkeypatch.setattr(first_gpu_run, "KEPT", 4000)
+    monkeypatch.setattr("benchmarks._gpu_report.MOST", 100)
+    endless = "-c 'while True: print(\"a line of a warning that comes again and again\")'"
+    large = '-c \'open("{json}", "w").write("[" + "1," * 100 + "1]"); print("figure the end 1")\''
+    half = '-c \'open("{json}", "w").write("[1,")\''
+    programs = {"e": endless, "l": large, "h": half}
+    _, told = run_of([Stage(name, "nothing", 30, (Command(code),)) for name, code in programs.items()], grace=5.0)
+    prints, large, half = told["stages"]
+    assert prints["reason"] == "e: stopped after 0 MiB of output" and len(prints["tail"]) == first_gpu_run.TAIL
+    assert large["results"] is None and half["results"] is None and large["targets"] == ["figure the end 1"]
+    folder = tmp_path / "out"
+    assert {file.name for file in folder.iterdir()} == {
+        *(f"first_run_gpu.{end}" for end in ("json", "md", "log")),
+        *("l_gpu.json", "h_gpu.json"),
+    }
+    log = (folder / "first_run_gpu.log").read_text()
+    assert len(log) < 8000 and "bytes are left out" in log and "=== l" in log
+
+
+KILLED = """
+import json, sys
+from benchmarks import first_gpu_run
+from benchmarks._gpu_stages import Command, Stage
+
+quoted = "-c '{}'".format
+first = Command(quoted('open("{json}", "w").write("[7]"); print("figure first 7")'))
+waits = 'import time, os; open("{json}", "w").write("[8]"); print(os.getpid(), flush=True); time.sleep(60)'
+second = Command(quoted(waits))
+stages = [Stage(name, "all", 30, (run,)) for name, run in (("first", first), ("second", second), ("third", first))]
+first_gpu_run.chosen = lambda names, short=False: stages
+first_gpu_run.look = lambda *args: json.loads(sys.argv[2])
+sys.exit(first_gpu_run.main(["--results", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_program_that_is_killed_leaves_a_report_of_what_it_had(tmp_path, number):
+    """A machine that goes away in the middle of a stage; SIGTERM also ends the processes of the stage."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(MACHINE)], cwd=ROOT, env=environment
+    )
+    deadline = time.monotonic() + 30
+    log, child = tmp_path / "first_run_gpu.log", ""
+    while not child and time.monotonic() < deadline:
+        time.sleep(0.05)
+        second = log.read_text().partition("=== second")[2] if log.exists() else ""
+        child = "".join(line for line in second.splitlines(keepends=True) if re.fullmatch(r"\d+\n", line))
+    process.send_signal(number)
+    assert process.wait(20) == (-9 if number == signal.SIGKILL else 143)
+    told = json.loads((tmp_path / "first_run_gpu.json").read_text())
+    first, second, third = told["stages"]
+    assert first["status"] == "ok" and first["results"] == [7] and first["targets"] == ["figure first 7"]
+    assert second["status"] == "running" and second["reason"].startswith("began after ")
+    assert third["status"] == "not run" and third["reason"] == "the program ended before"
+    assert "1 ok, 0 failed, 0 skipped, 1 running, 1 not run" in (tmp_path / "first_run_gpu.md").read_text()
+    assert json.loads((tmp_path / "second_gpu.json").read_text()) == [8], "results of the stage that was cut"
+    if number == signal.SIGTERM:
+        assert not alive(int(child))
+    else:
+        os.kill(int(child), signal.SIGKILL)
 
 
 def test_without_a_gpu_it_ends_with_2(monkeypatch, capsys):
-    monkeypatch.setattr(first_gpu_run, "look", lambda python, work: {"gpus": [], "modules": [], "large_model": ""})
+    monkeypatch.setattr(first_gpu_run, "look", lambda *args: {"gpus": [], "modules": [], "large_model": ""})
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
     for name in KEPT:
         monkeypatch.setenv(name, os.environ.get(name, ""))
     assert first_gpu_run.main([]) == 2
