@@ -163,7 +163,7 @@ def _compared_settings(path: Path, folder: Path, cfg: TrainingConfig, given: Col
         raise ValueError(
             f"{folder} holds a run with other settings: {'; '.join(found.lines)}. Take the same settings, another "
             "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (continues with "
-            "these)"
+            "the new settings)"
         )
     return [*found.notes, "--run.allow-changes: " + "; ".join(found.lines)] if found.lines else found.notes
 

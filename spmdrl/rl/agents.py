@@ -279,7 +279,7 @@ class Agents(Environment):
         self._fail(
             episode,
             f"its prompt is too long: the first messages of {episode.conversation.name} have {size}; raise "
-            f"--rollout.max-prompt-tokens {self.longest_prompt}",
+            f"--rollout.max-prompt-tokens above {self.longest_prompt}",
         )
 
     def _over(self, episode: Episode, seen: Observation) -> None:

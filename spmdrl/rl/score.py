@@ -123,7 +123,7 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
     for name, score_B in scores.labels.items():
         if f"part/{name}" in batch.seq:
             raise ValueError(
-                f"--reward.model: its label {name} has the name of a part of --reward.function: rename one of the two "
+                f"--reward.model: its label {name!r} is also the name of a part of --reward.function: rename one "
                 "(names of labels are in id2label of the model's config.json)"
             )
         batch.seq[f"part/{name}"] = score_B

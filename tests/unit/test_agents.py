@@ -556,7 +556,7 @@ def test_a_first_prompt_over_the_context_names_the_flag(make):
         played = Played(agents, [said("x")], row={"say": "word " * words})
         (episode,) = played.play()
         assert episode.finish == "abort" and played.why[0].startswith("its prompt is too long: the first")
-        assert f"{size}; raise --rollout.max-prompt-tokens 300" in played.why[0]
+        assert f"{size}; raise --rollout.max-prompt-tokens above 300" in played.why[0]
     assert Played(agents, [said("x")]).play()[0].finish == "stop"
 
 
