@@ -234,7 +234,7 @@ def test_the_recipe_is_taken_and_says_what_it_is(name, monkeypatch):
     assert check_use(loaded) == []
     config, page = loaded.config, (folder / "README.md").read_text()
     check_distillation(config, 8)
-    assert f"recipes/opd/{name}.yaml" in page and "Nothing of this size was run by us" in page
+    assert f"recipes/opd/{name}.yaml" in page and "We have not run anything of this size" in page
     assert PRESETS["distill"].paper in page and PRESETS["distill"].paper in (folder / "config.yaml").read_text()
 
 
