@@ -174,7 +174,7 @@ class Conversation:
     def _refused(self, what: str, error: TemplateError | None) -> ValueError:
         helps = "<|im_end|>" in self.tokenizer.get_added_vocab() and self.template != CHATML
         example = " (for example chatml)" if helps else ""
-        branch = ", or set the history to branch" if self.history == "keep" else ""
+        branch = ", or set history: branch in the YAML file of --env" if self.history == "keep" else ""
         return ValueError(
             f"{self.name} cannot {what}: {error}; choose with --data.chat-template one in which a token of the "
             f"tokenizer ends the turns{example}{branch}"

@@ -232,7 +232,9 @@ def _trained(i: int, message: dict) -> bool | None:
         if value not in (0, 1):
             raise RowError(f"message {i} has {key} {value!r}: it must be 0 or 1")
         if value and message["role"] != "assistant":
-            raise RowError(f"message {i} ({message['role']}) has {key} {value}: only assistants' are trained on")
+            raise RowError(
+                f"message {i} ({message['role']}) has {key} {value}: only an assistant's message is trained on"
+            )
     if len(set(map(bool, flags.values()))) > 1:
         raise RowError(f"message {i} has {flags}, which disagree")
     return bool(next(iter(flags.values()))) if flags else None

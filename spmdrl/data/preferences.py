@@ -142,7 +142,7 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
                 f"its sides answer different prompts: message {common + 1} ({messages[common]['role']}) differs"
             )
     if isinstance(prompt, str) and not any(m["content"] == prompt for m in chosen[:common]):
-        raise RowError(f"its sides do not answer its prompt {prompt[:40]!r}: no message that they share is it")
+        raise RowError(f"its sides do not answer its prompt {prompt[:40]!r}, which is not a message that they share")
     if isinstance(prompt, list) and chosen[: len(before := messages_of(prompt))] != before:
         raise RowError("its sides do not begin with its prompt")
     out = _examples([chosen, rejected], lambda messages: dialogue_of(row, messages, columns, system))

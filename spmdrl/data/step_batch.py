@@ -136,7 +136,7 @@ def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None
     used = [("--safety.cost", cfg.safety.cost)] if cfg.safety.cost else []
     used += [("--algo.part-weights", spec.partition("=")[0]) for spec in cfg.algo.part_weights]
     if cfg.algo.advantage == "gdpo" and not cfg.algo.part_weights:
-        used = [("--algo.part-weights is empty, which means all parts:", name) for name in given]
+        used = [("--algo.part-weights (empty: all parts), part", name) for name in given]
     for flag, part in used:
         if part == SCORE or part in later:
             continue

@@ -114,7 +114,10 @@ def test_turns_of_a_prompt_are_not_trained():
             "message 1 has parts that are not text",
         ),
         ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "message 2 has weight 0.5: it must be 0 or 1"),
-        ({"messages": [ASKED | {"loss": 1}, SAID]}, "message 1 (user) has loss 1: only assistants' are trained on"),
+        (
+            {"messages": [ASKED | {"loss": 1}, SAID]},
+            "message 1 (user) has loss 1: only an assistant's message is trained on",
+        ),
         ({"messages": [ASKED, SAID | {"loss": 1, "weight": 0}]}, "which disagree"),
         ({"messages": [ASKED, SAID], "tools": "{"}, "tools: not JSON"),
         ({"messages": [ASKED, SAID], "tools": [1]}, "not a list of JSON schemas"),
