@@ -18,7 +18,7 @@ TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Yield the lines of a report. Differences of settings and state have the form `value in one -> value in other`.
+    """Yield the lines of a report. Differences except in weights have the form `value in one -> value in other`.
 
     Both checkpoints must be intact.
     """

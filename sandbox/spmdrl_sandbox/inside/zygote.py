@@ -1,8 +1,9 @@
-"""The first process of a sandbox, which runs untrusted programs one after another, each in separate namespaces.
+"""The first process of a sandbox, which runs untrusted programs one after another.
 
 `python -m spmdrl_sandbox.inside.zygote apart|plain USER` runs inside the sandbox and reads tasks from stdin, one JSON
-object per line. `plain` does not create namespaces or drop privileges; it is for container engines and for running
-without a sandbox. Under `plain`, each program has a separate folder below the current one. A task is
+object per line. With `apart`, each program runs in separate namespaces. `plain` does not create namespaces or drop
+privileges; it is for container engines and for running without a sandbox. Under `plain`, each program has a separate
+folder below the current one. A task is
 
     {"source": text} or {"argv": [words]}    Python, run in a fork of this process, or a command; with "stdin",
                                              "files" {name: text}, "limits" (fields of `Limits`), and "session" {}
