@@ -137,7 +137,7 @@ def growth_is_progress(folder: Path) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the total size of the files in a folder, in bytes. A file that vanishes meanwhile counts as 0."""
+    """Return the total size of the files in a folder, in bytes. A file that vanishes during the count counts as 0."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

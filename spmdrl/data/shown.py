@@ -133,7 +133,7 @@ def _forms(value: Any) -> list[str]:
 
 
 def unshown(render: Renderer, dialogue: Dialogue) -> list[str]:
-    """Return `tools` if the template shows no tools of a dialogue, and the names of variables that it does not read."""
+    """List the variables of a dialogue that the template does not read, and `tools` if it does not show the tools."""
     out = [TOOLS] if dialogue.tools and _alike(render, dialogue, [replace(dialogue, tools=None)]) else []
     return out + [name for name in dialogue.more if _unread(render, dialogue, name)]
 

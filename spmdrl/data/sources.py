@@ -57,7 +57,7 @@ class Source:
 def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 0) -> Source:
     """Read at most `limit` rows (0: all) of a source in one of the FORMS.
 
-    Raises ValueError if there is no such source, or if it cannot be read.
+    Raises ValueError if the source does not exist or cannot be read.
     """
     stop = limit or None
     kind, _, rest = spec.partition(":")
