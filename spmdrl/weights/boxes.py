@@ -137,7 +137,7 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 
 
 def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that sorts rows by tensor and box, and the places in this order at which a different row begins."""
+    """Return the order that sorts rows by tensor and box, and the places in this order at which the row changes."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     begins = np.ones(len(rows), dtype=bool)
