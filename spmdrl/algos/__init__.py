@@ -23,7 +23,7 @@ filters.py            chooses the groups that a step learns from
 resample.py           draws samples with replacement, preferring rewards that are likely right; a replay buffer
 shaping.py            turns a score into the reward that advantages use
 preference.py         losses of pairs of responses, and of labelled responses
-value.py              losses of a critic and of an implicit reward model, losses that imitate tokens; a multiplier
+value.py              losses of a critic, of an implicit reward model and of imitation; a cost's Lagrange multiplier
 """
 
 from spmdrl.algos.correction import correction_weights

@@ -169,8 +169,8 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
     weight 1, so every part counts twice if the score is the sum of its parts. To count it once, give weights to the
     parts only, as in `--algo.part-weights right=1 format=0.5`.
 
-    It is an error if a part has the name `score`, or if a sample lacks a part with a weight other than 0 or has a
-    value of this part that is not finite. A sample whose grading timed out has 0 in all parts.
+    It is an error if a part has the name `score`. If the weight of a part is not 0, it is also an error if a sample
+    lacks the part or its value is not finite. A sample whose grading timed out has 0 in all parts.
 
     In a group of one, a part becomes `part / (1 + eps)` before the whitening. If a part is equal in all samples of a
     larger group, it adds 0 to their sums.

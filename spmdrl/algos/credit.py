@@ -180,8 +180,8 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     stores four fp64 numbers for each sampled token of all ranks.
 
     The baseline is 0 at a time that only one sample reaches, because A would be 0 if the baseline were the return of
-    that sample. In a group of one, A is `G_t`. If the rewards of a group are equal, A is 0 (up to `eps`) at times that
-    at least two samples reach.
+    that sample. In a group of one, A is `G_t`. At a time that two or more samples of a group reach, A is 0 (up to
+    `eps`) if their `G_t` are equal.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]

@@ -16,7 +16,7 @@ class Groups:
     """Groups of rows, and the order in which sums add rows, so that sums do not depend on the order of the rows."""
 
     index_N: torch.Tensor
-    """int64: number of each row's group, 0 .. G - 1; groups are numbered by ascending key."""
+    """int64: number of each row's group, counted from 0; groups are numbered by ascending key."""
     order_N: torch.Tensor
     """int64: indices of the rows, sorted by group and then by value."""
     size_N: torch.Tensor

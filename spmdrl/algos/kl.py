@@ -13,7 +13,7 @@ from spmdrl.algos.loss_inputs import LOG_RATIO_LIMIT
 from spmdrl.algos.rows import as_tensor, find
 
 K3_LIMIT = 10.0
-"""Upper bound of k3. It grows exponentially, so without a bound one token could dominate the mean. verl 0.9.1 has the
+"""Upper bound of k3. k3 grows exponentially, so without a bound one token could dominate the mean. verl 0.9.1 has the
 same bound."""
 
 

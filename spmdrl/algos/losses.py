@@ -27,7 +27,7 @@ class Loss:
 
     function: Callable[..., LossResult]
     aggregation: str = "token-mean"
-    """Aggregation that the paper uses. A run uses it, too, unless its settings name another one."""
+    """Aggregation that the paper or its authors use. A run uses it, too, unless its settings name another one."""
     scope: Literal["token", "sequence", "one per sequence"] = "token"
     """The logp values on which the loss of a token depends: `token`, that of the token only; `sequence`, those of its
     whole sequence; `one per sequence`, those of its whole sequence, and all tokens of a sequence have the same loss.

@@ -1,8 +1,8 @@
 """Losses of preference learning, per pair (a chosen and a rejected response to one prompt) or per labelled response.
 
 A loss is a function of `Pairs` or `Labelled` that returns the loss of every pair or response. A step's loss is the mean
-of these numbers, which does not depend on micro-batches or ranks (law 2). AOT sorts the pairs of the whole step, so it
-uses values of other pairs, which are computed before the first micro-batch (`Pairs.matched`).
+of these numbers, which does not depend on micro-batches or ranks (law 2 of the design). AOT sorts the pairs of the
+whole step, so it uses values of other pairs, which are computed before the first micro-batch (`Pairs.matched`).
 
 The log-ratio of a response is its log p under the policy minus its log p under the reference.
 """
@@ -184,7 +184,7 @@ def orpo(x: Pairs) -> torch.Tensor:
 
 
 def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `Pairs.matched` for all pairs of a step, float64 [P, 2] each.
+    """Return `Pairs.matched` for all pairs of a step, one float64 [P, 2] for each loss that sorts.
 
     logp_P2, ref_P2: log p of (chosen, rejected) under the policy and under the reference.
     """

@@ -78,6 +78,6 @@ def unpad(mask: Any) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
     if mask_BT.ndim != 2:
         raise ValueError(f"mask must be [B, T], got {tuple(mask_BT.shape)}")
     if bool(((mask_BT != 0) & (mask_BT != 1)).any()):
-        raise ValueError("mask must hold 0 and 1 only: True where the policy sampled")
+        raise ValueError("mask must hold 0 and 1, or bools: 1 or True where the policy sampled")
     rows, width = mask_BT.shape
     return mask_BT.bool().flatten(), torch.arange(rows).repeat_interleave(width), (rows, width)

@@ -3,7 +3,7 @@
 T: packed tokens of this rank; S: its sampled tokens, where the mask is True; B: its sequences; N: rows of all ranks.
 An estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It reads
 sequences of other ranks only through `Samples.everyone`. The number of calls of `everyone` must not depend on the data,
-because every rank must make the same calls (law 1).
+because every rank must make the same calls (law 1 of the design).
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """Losses of a critic and of an implicit reward model, losses that imitate tokens, and a cost's Lagrange multiplier.
 
 T: packed tokens of one micro-batch; B: its sequences. Losses are per token, before aggregation
-(`aggregate.token_weights`), and 0 where the mask is False, whatever the inputs are there.
+(`aggregate.token_weights`). Losses with a mask are 0 where it is False, whatever the inputs are there.
 """
 
 import math

@@ -98,8 +98,8 @@ def raw_text(value: object) -> str | bytes:
 def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
     """Return `raw` as valid text, and whether it was cut because it is longer than `longest`.
 
-    A note in the text reports a cut to the model. Bytes are cut before they are decoded, so the time depends only on
-    `longest`. cut: as in `tool_result`.
+    A note in the text reports a cut to the model. `raw` is cut before it is decoded and cleaned, so the time depends
+    only on `longest`. cut: as in `tool_result`.
     """
     if len(raw) <= longest:
         return valid(raw), False
@@ -140,7 +140,7 @@ def _is_reward(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value or text for an object. It is the same in every process if the object's `__str__` is."""
+    """Return a JSON value or text for an object; the same in every process, unless its own `__str__` differs."""
     if isinstance(value, Set):  # the order of a set differs between processes
         return sorted(value, key=str)
     if isinstance(value, bytes | bytearray):

@@ -107,7 +107,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Settings of a pool of environments."""
+    """Limits of the environments of a pool, for time, text and memory, and the interpreter of their processes."""
 
     timeout_s: float = 30.0
     """Time limit of a call in seconds, unless the environment defines another `timeout_s`."""

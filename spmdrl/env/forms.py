@@ -93,8 +93,8 @@ def load(name: str) -> Form:
     if not module_name or not attribute:
         known = [*(f"builtin:{each}" for each in BUILTIN), *(f"{each}:NAME" for each in gyms.PACKAGES)]
         raise ValueError(
-            f"{name!r} names no environment: write file.py:Class, package.module:Class, a YAML file of settings or of "
-            f"verl's, or one of {', '.join(known)}"
+            f"{name!r} names no environment: write file.py:Class, package.module:Class, a YAML file of settings or one "
+            f"in verl's form, or one of {', '.join(known)}"
         )
     module = _module(module_name)
     found: Any = module
@@ -234,7 +234,7 @@ def functions_of(environment: Any) -> list[Callable[..., Any]]:
         return methods_of(environment, RESERVED)
     if not isinstance(listed, list | tuple):
         raise ValueError(
-            f"tools is a {type(listed).__name__}: make it a list of functions, as self.tools = [look, take]"
+            f"tools is of the type {type(listed).__name__}: make it a list of functions, as self.tools = [look, take]"
         )
     return list(listed)
 

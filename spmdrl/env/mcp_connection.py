@@ -94,7 +94,7 @@ class Connection:
 
     @asynccontextmanager
     async def _watched(self, transport: Any) -> AsyncIterator[Any]:
-        """Record when the server ends, so that the next call opens another connection."""
+        """Set `ended` when the server ends, so that the next call opens another connection."""
         async with transport as (read, write):
             yield Watched(read, self), write
 

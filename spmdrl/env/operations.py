@@ -60,8 +60,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """Return a tool that calls a typed function.
 
     Raises:
-        ValueError: the function has no docstring, an argument that can only be given by position,
-            or an argument whose type JSON cannot express.
+        ValueError: the function has no docstring; or it has an argument that can only be given by position, or one
+            whose type is missing or cannot be expressed in JSON.
     """
     name = getattr(function, "__name__", type(function).__name__)
     doc = inspect.getdoc(function) if hasattr(function, "__name__") else None

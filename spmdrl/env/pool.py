@@ -233,7 +233,7 @@ class Pool:
             self._run(record, aside)
 
     def on_exit(self, process: Host, how: str) -> None:
-        """Replace a process that ended by itself, and run its requests again one by one."""
+        """Replace a process that ended by itself, and run its requests again; one by one, unless it was retired."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
             raise PoolError(f"a process for environments ended {how} before it was ready: see its output above")

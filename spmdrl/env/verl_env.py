@@ -252,9 +252,7 @@ def _tools_kwargs(given: dict, tools: dict[str, Any]) -> dict[str, dict[str, dic
     """Return the keyword arguments of each tool that the row names: tool -> `KEYWORDS` -> values."""
     found = _present(given)
     if unknown := sorted(found.keys() - tools.keys()):
-        raise ValueError(
-            f"the row's tools_kwargs name {unknown[0]!r}; the YAML has the tools {', '.join(tools) or '-'}"
-        )
+        raise ValueError(f"the row's tools_kwargs name {unknown[0]!r}; tools of the YAML: {', '.join(tools) or 'none'}")
     out = {}
     for name, value in found.items():
         if wrong := sorted(value.keys() - set(KEYWORDS)):

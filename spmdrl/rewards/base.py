@@ -122,7 +122,7 @@ class Grader:
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
         """Wait for the results of all submitted responses; return the results that arrived since the last call.
 
-        stop: called about once a second; the wait ends early if it returns True. Raises RewardError.
+        stop: called repeatedly during the wait, which ends early if it returns True. Raises RewardError.
         """
         while self.pending and not (stop and stop()):
             self._turn(1.0)

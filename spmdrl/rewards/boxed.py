@@ -8,7 +8,7 @@ the rules and the differences from `is_equiv`.
 `math_dapo` and `math_dapo_boxed` give 1 or -1 for the answer at the end of a response, as in DAPO
 (https://arxiv.org/abs/2503.14476). `math_dapo`, verl's default, compares the last `Answer: ...` line after the
 normalisation of Minerva (Lewkowycz et al. 2022, https://arxiv.org/abs/2206.14858, appendix D.1). `math_dapo_boxed`
-compares the content of the last box character by character.
+compares the content of the last box character by character, with all minus characters as one.
 """
 
 import re

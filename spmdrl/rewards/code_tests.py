@@ -158,8 +158,8 @@ def _suite(tests: tuple[str, ...], entry: object, setup: object, start: str = ""
     for text in tests:
         if not _runs(text, name):
             raise UngradedError(
-                "a test asserts nothing when it runs: write assertions outside of functions and classes, or a function "
-                f"check(candidate), and give the name of the candidate (entry_point): {text[:60]!r}"
+                "a test asserts nothing when it runs: write assertions outside of functions and classes, or both a "
+                f"function check(candidate) and the name of the candidate (entry_point): {text[:60]!r}"
             )
     return Suite(tests, name, before)
 

@@ -89,7 +89,7 @@ class CombinedReward(Grader):
                 return Reward(math.nan, ungraded=f"{name}: {reward.ungraded}")
         applies = [term for term in self.terms if rewards[term.name].applies]
         if not any(term.weight for term in applies):
-            # A reward of weight 0 is only logged, so without one of another weight the response has no score.
+            # Rewards of weight 0 are only logged. If no other reward applies, the response has no score.
             self._without += 1
             return left_out(self.name, key, "none of the rewards applies to the row", self._without)
         score, parts = 0.0, {}

@@ -105,7 +105,7 @@ class Client:
                 _cut(sock)
 
     def without_key(self, text: str) -> str:
-        """Return a text from which the API key, and whatever looks like another secret, are removed."""
+        """Return a text in which a mark replaces the API key and anything else that looks like a secret."""
         return redact_text(text.replace(self._key, REDACTED) if self._key else text)
 
     def _exchange(self, body: bytes) -> tuple[int, str, bytes]:

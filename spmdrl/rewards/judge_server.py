@@ -204,7 +204,7 @@ class Server(Asker):
 
 
 class _Cache:
-    """A folder of stored answers. May be called from several threads."""
+    """A folder with the judge's stored answers, which several threads may use."""
 
     def __init__(self, folder: str):
         """Create the folder if it is missing. Raises ValueError if it cannot be created or written to."""

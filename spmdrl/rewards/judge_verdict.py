@@ -215,7 +215,7 @@ def clean(text: str) -> str:
 
 
 def content_of(answer: bytes) -> str:
-    """Return the text of a chat completion. Raises BadVerdictError unless it has one choice, and this has a text."""
+    """Return the text of a chat completion. Raises BadVerdictError if it has not exactly one choice, or no text."""
     try:
         choices = json.loads(answer)["choices"]
         (choice,) = choices
@@ -241,7 +241,7 @@ def parse_grade(content: str, scale: int) -> float:
     """Return the grade in an answer, a JSON object with only `reason` and `grade`. Raises BadVerdictError."""
     grade = _parsed(content, "grade")
     if isinstance(grade, bool) or not isinstance(grade, int | float):
-        raise BadVerdictError(f"the grade is a {type(grade).__name__}, not a number")
+        raise BadVerdictError(f"the grade is of the type {type(grade).__name__}, not a number")
     # This form of the condition also rejects NaN.
     if not (0 <= grade <= scale):
         raise BadVerdictError(f"the grade is not from 0 to {scale}")
@@ -265,7 +265,7 @@ def _parsed(content: str, name: str) -> Any:
         keys = ", ".join(map(ascii, found))[:80] if isinstance(found, dict) else type(found).__name__
         raise BadVerdictError(f"the judge's answer must be an object with only reason and {name}, but has: {keys}")
     if not isinstance(found["reason"], str):
-        raise BadVerdictError(f"the reason is a {type(found['reason']).__name__}, not text")
+        raise BadVerdictError(f"the reason is of the type {type(found['reason']).__name__}, not text")
     return found[name]
 
 

@@ -126,7 +126,7 @@ def _symbol(name: str) -> str:
 
 
 def _crossed(text: str) -> str:
-    r"""Write each cross product of letters as one symbol, and any other as a command that the grammar rejects.
+    r"""Write each cross product of letters as one symbol, and other cross products so that the grammar rejects them.
 
     It recognises vectors by commands such as `\mathbf`, so it must run before `_plain_names` removes these commands.
     """

@@ -153,7 +153,7 @@ class Pool(Grader):
     def on_timeout(self, worker: Worker) -> None:
         """Replace a worker whose grading takes too long, and put its other requests back into the waiting queue.
 
-        Raises RewardError if the worker did not load in time, or if such a grading is an error.
+        Raises RewardError if the worker did not load in time, or if `on_timeout` of `__init__` is `error`.
         """
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name} did not load within {processes.START_SECONDS:.0f} s")

@@ -9,7 +9,7 @@ _FENCE = re.compile(
 )
 """A line that opens or closes a fenced block, which may be in a list item or a quote."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
-"""A response without a block that defines the function is a complete program only if it begins with one of these.
+"""If a response has no block and defines the function, it is a complete program only if it begins with one of these.
 Otherwise it continues the prompt."""
 _PYTHON = ("python", "python3", "py")
 

@@ -47,7 +47,7 @@ class Route:
     """The score and parts of the built-in reward for the row's `data_source`
     (docs/rewards.md#auto-one-run-several-data-sets).
 
-    Each reward is loaded when it grades its first row, unless the setting `sources` includes its source.
+    A reward is loaded at the start if the setting `sources` has a source of it, otherwise when it grades its first row.
     """
 
     def __init__(self, settings: dict[str, Any]):

@@ -1,9 +1,9 @@
 """Tries a reward on right, empty and wrong answers to the rows of a data set before a run.
 
 A right answer is the row's truth, written in each of the forms that graders look for. If the reward runs programs or
-the truth consists of tests, the row's solution is a right answer, too; tests themselves are none. The form with the
-highest score counts for the row. A reward that does not give this form a higher score than every wrong answer trains
-the wrong behaviour.
+the truth consists of tests, the row's solution is a right answer, too; tests themselves are no answer. The form with
+the highest score counts for the row. A reward that does not give this form a higher score than every wrong answer
+trains the wrong behaviour.
 """
 
 import contextlib

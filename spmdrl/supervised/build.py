@@ -1,4 +1,4 @@
-"""Builds a supervised job on every rank, from models and a loss that `sft.py` or another module builds."""
+"""Builds a supervised job on every rank, from the models and loss of `sft.py`, `preference.py` or `reward_model.py`."""
 
 import hashlib
 import json
@@ -139,7 +139,7 @@ def assemble(
             f"limit is {begun.longest}"
         )
     mixture = open_mixture(cfg)
-    session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
+    session.note(f"rows of {', '.join(cfg.data.train)}: {mixture.rows or 'a stream'}")
     if rows_due(cfg, mixture.rows, 0) > (mixture.rows or cfg.data.rows_per_step):
         session.warn(
             f"--data.rows-per-step {cfg.data.rows_per_step}: --data.train has fewer rows, {mixture.rows}, so a step "

@@ -35,7 +35,9 @@ class Generations:
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
         run = sampling_run(cfg, str(folder))
         check_engine(run, world.device.type == "cpu")
-        session.note(f"starting engine {engine_name(run)}, which samples every {cfg.generate.every} steps")
+        session.note(
+            f"starting engine {engine_name(run)}, which samples answers (--generate.every {cfg.generate.every})"
+        )
         stop = stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
         named = replace(session, cfg=run)  # type: ignore[type-var]
         self.engine = sleeping_engine(named, models, stop)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ class PairEncoder:
             out.notes += one.notes
             out.sequences += one.sequences
         if len(out.sequences) < len(found.sides):
-            # One side was dropped because it is too long, so the whole row is left out.
+            # A side was dropped because it is too long, so the whole row is left out.
             return Encoded(notes=out.notes)
         if len(out.sequences) == 2 and torch.equal(out.sequences[CHOSEN].tokens, out.sequences[REJECTED].tokens):
             within = f" up to token {self.encoder.longest} (--data.max-tokens)" if out.notes["truncated"] else ""

@@ -98,7 +98,7 @@ class StoredReference:
         self.stored: Stored | None = None
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Implements `Precomputed.fill`. The reference is built only if the files must be written, and then freed."""
+        """Implements `Precomputed.fill`. The reference is built only to write missing files, and freed after that."""
         sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
         cfg = self.session.cfg
         of = [digest(cfg), [(source.name, len(source)) for source in sources], fixed_settings(cfg)]

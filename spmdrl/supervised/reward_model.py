@@ -112,8 +112,9 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
 
 
 def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
-    """Check that the scores of a classifier have the names of `outputs` in the same order, if both have several names.
+    """Check that the scores of a classifier have the names of `outputs`, in the same order.
 
+    Nothing is checked if there is only one output or if the classifier has no names of its own (LABEL_0, LABEL_1, ...).
     config: transformers' config of the classifier. flag: setting and path of the model, the beginning of the message.
 
     Raises:

@@ -197,9 +197,9 @@ class Rows:
             raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)
 
     def _check_kept(self, last: bool) -> None:
-        """Raise ValueError if there was no row to train on up to the last step, in an epoch or in FEW rows.
+        """Raise ValueError if none of the rows so far could be trained on, so that no untrained model is saved.
 
-        Otherwise the job would save an untrained model.
+        The check begins after FEW rows, or all rows of a smaller data set, and is also made at the last step.
         """
         rows = self.totals["rows"]
         if not self.totals["kept"] and (last or rows >= min(self.mixture.rows or FEW, FEW)):

@@ -30,7 +30,7 @@ from spmdrl.supervised.rows import Encode, encoded, too_many_refused
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
 STEPS = 4
-"""Numbers are computed for the rows of this many steps at a time."""
+"""Numbers are computed for the rows of this many steps at a time, but for at least one row for each rank."""
 FULL = 256 * 2**20
 """Numbers are written to a file as soon as they take this many bytes of memory."""
 
@@ -132,7 +132,7 @@ class _Writer:
 
 
 def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
-    """Return the manifest of a folder. flag: the setting of the folder, for messages.
+    """Return the manifest of a folder. flag: name of the setting that holds the folder, for messages.
 
     Raises:
         ValueError: the folder has no manifest, or the manifest cannot be read.

@@ -36,7 +36,8 @@ class StoredTeacher:
         """Open the files.
 
         Raises:
-            ValueError: the files are damaged, or were written by another teacher or for another tokenizer.
+            ValueError: the files are damaged, do not fit the settings of `--teacher`, or were written by another
+                teacher or for another tokenizer.
         """
         cfg, self.session, self.begun = session.cfg, session, begun
         self.folder = Path(cfg.teacher.read).expanduser()
@@ -133,7 +134,7 @@ class StoredTeacher:
         """Return ids, logp and the log of the remaining probability of a batch, as the `read` of a teacher model does.
 
         Raises:
-            ValueError: a sequence has no numbers, or numbers that are not log-probabilities.
+            ValueError: the files lack numbers of a sequence, or hold numbers that are not log-probabilities.
         """
         assert temperature == self.session.cfg.teacher.temperature and reader == self.reader
         tick()

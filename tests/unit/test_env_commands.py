@@ -333,7 +333,7 @@ def test_the_start_names_the_tools_and_what_offers_none_is_refused(game):
         assert play.call("again", word="x").messages[0]["content"] == "xx"
     with pytest.raises(ValueError, match="Idle has neither tools nor step, .*docstring"):
         Play(f"{file}:Idle")
-    with pytest.raises(ValueError, match=r"tools is a method: make it a list of functions"):
+    with pytest.raises(ValueError, match=r"tools is of the type method: make it a list of functions"):
         Play(f"{file}:Method")
     with Play(f"{file}:Filled") as play:
         assert [tool["function"]["name"] for tool in play.open({"fill": True}).tools] == ["look"]

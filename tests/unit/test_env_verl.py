@@ -634,7 +634,7 @@ def test_values_of_omegaconf_are_filled_in_or_refused(users, monkeypatch):
 def test_rows_that_are_refused(users):
     env = load_yaml(tools_yaml(users, tool_entry("Safe", bonus=1)))({})
     bad = {
-        "'vault'; the YAML has the tools safe": {"tools_kwargs": {"vault": {}}},
+        "'vault'; tools of the YAML: safe": {"tools_kwargs": {"vault": {}}},
         "have 'create'; known keys: create_kwargs": {"tools_kwargs": {"safe": {"create": {}}}},
         "its tools_kwargs are empty": {"need_tools_kwargs": True, "tools_kwargs": {"safe": None}},
     }
