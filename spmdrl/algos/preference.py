@@ -37,12 +37,12 @@ class Pairs:
 
     @property
     def ratio_chosen(self) -> torch.Tensor:
-        """Log-ratio of the chosen responses."""
+        """Return the log-ratio of each chosen response, [P]."""
         return self.chosen - self.ref_chosen
 
     @property
     def ratio_rejected(self) -> torch.Tensor:
-        """Log-ratio of the rejected responses."""
+        """Return the log-ratio of each rejected response, [P]."""
         return self.rejected - self.ref_rejected
 
 

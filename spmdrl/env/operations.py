@@ -47,7 +47,7 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name of the tool in the schema."""
+        """Return the name of the tool in the schema."""
         return self.schema["function"]["name"]
 
     def bound(self, arguments: dict[str, Any]) -> Callable[[], Any]:

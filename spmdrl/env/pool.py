@@ -20,7 +20,8 @@ log = logging.getLogger("spmdrl")
 
 
 class Pool:
-    """Environments that are open in `workers` processes. Use a pool from one thread only; they die with this thread.
+    """Environments that are open in `workers` processes. Only the thread that makes a pool may use it, and the
+    processes die with this thread.
 
     Each environment works on one request at a time; `poll` returns the replies. An environment that failed answers
     every further request with its failure until it is closed.
@@ -50,7 +51,7 @@ class Pool:
 
     @property
     def pending(self) -> int:
-        """Number of replies that `poll` has not returned yet."""
+        """Return the number of replies that `poll` has not returned yet."""
         return len(self._under_way) + len(self._done)
 
     def check(self, name: str, settings: dict[str, Any] | None = None) -> str:

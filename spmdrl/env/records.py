@@ -98,7 +98,7 @@ class Record:
 
     @property
     def end(self) -> float:
-        """Last deadline of the calls in `begun` (time.monotonic()); infinite if there are none."""
+        """Return the last deadline of the calls in `begun` (time.monotonic()); infinity if there are none."""
         return max((end for _, end, _ in self.begun), default=float("inf"))
 
     def note_call(self, message: dict[str, Any]) -> None:

@@ -42,26 +42,28 @@ class RewardInput:
 
     @property
     def reply(self) -> str:
-        """The prefill and the response joined, which user functions and judges read."""
+        """Return the prefill and the response joined, the text that user functions and judges read."""
         return self.prefill + self.solution
 
 
 @dataclass
 class Reward:
-    """A score and its named parts, which logs and filters use. The score is finite unless `ungraded` is set."""
+    """A score and its named parts, which logs and filters use. The score is finite unless `ungraded` is set or the
+    grader accepts other scores (`finite` of `load_reward`).
+    """
 
     score: float
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
-    """True if the grading took too long and was stopped. The score is 0. There are no parts;
-    each part that other samples have counts as 0 for this sample."""
+    """True if a grading took too long and was stopped. It gives the score 0 and no parts, and each part that other
+    samples have counts as 0 for this sample. If rewards are combined, the others still give theirs."""
     applies: bool = True
     """False if the function does not apply to this row (a function in TRL's form returned None); the score is 0."""
     ungraded: str = ""
     """The reason why the response could not be graded, such as a failed sandbox. The score is NaN, and the sample is
     left out. Empty if the response was graded."""
     shut: bool = False
-    """True if a gate failed, so that the score and the rewards of all turns are 0."""
+    """True if a gate failed and the score was not negative, so that the score and the rewards of all turns are 0."""
 
 
 class RewardError(ValueError):

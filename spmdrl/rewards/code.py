@@ -69,7 +69,7 @@ class CodeGrader:
 
     @property
     def note(self) -> str:
-        """A line for the log with the name of the sandbox."""
+        """Return a line for the log with the name of the sandbox."""
         return f"programs run in {self.service.name if self.service else self.sandboxes[0].name}"
 
     def may_take(self, item: RewardInput) -> float:

@@ -1,4 +1,5 @@
-"""Rewards that grade the text in the last `<answer>` tags: short answers to questions, and tasks of reasoning-gym.
+"""Rewards that grade the text in the last `<answer>` tags: short answers to questions, and tasks of reasoning-gym,
+whose answers may lack the tags.
 
 Short answers are compared after the normalisation of SQuAD (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250):
 lower case, no punctuation, no articles, single spaces. Unlike in SQuAD, a number keeps its minus sign and a leading

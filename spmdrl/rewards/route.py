@@ -63,7 +63,7 @@ class Route:
 
     @property
     def note(self) -> str:
-        """Notes of the loaded rewards, for the log."""
+        """Return the notes of the loaded rewards, for the log."""
         return "; ".join(filter(None, (getattr(each, "note", "") for each in self._loaded.values())))
 
     def needs(self, item: RewardInput) -> bool:

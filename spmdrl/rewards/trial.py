@@ -55,13 +55,13 @@ class Row:
 
     @property
     def by_prompt(self) -> dict[int, float]:
-        """Scores of the graded answers by the index of the prompt."""
+        """Return the scores of the graded answers by the index of the prompt."""
         usable = {i: r for i, r in self.rewards.items() if not r.ungraded and r.applies}
         return {i: r.score for i, r in usable.items() if math.isfinite(r.score)}
 
     @property
     def right(self) -> float:
-        """Share of the graded answers that count as right; NaN without graded answers."""
+        """Return the share of the graded answers that count as right; NaN without graded answers."""
         scores = self.by_prompt.values()
         return sum(map(is_right, scores)) / len(scores) if scores else math.nan
 
@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def rows(self) -> list[tuple[str, Row]]:
-        """The rows of all kinds of answers, each with the word `gold` or `garbage`."""
+        """Return the rows of all kinds of answers, each with the word `gold` or `garbage`."""
         return [("gold", row) for row in self.gold] + [("garbage", row) for row in self.garbage]
 
     def best(self) -> dict[int, float]:
