@@ -76,7 +76,7 @@ def check_free_space(root: Path, needed: int) -> None:
     free = shutil.disk_usage(at).free
     if free < needed:
         raise DiskFullError(
-            f"a checkpoint takes {byte_text(needed)} and {at} has {byte_text(free)} free: free space, lower "
+            f"a checkpoint takes {byte_text(needed)} and {at} has {byte_text(free)} free: make room, lower "
             "--checkpoint.keep or --checkpoint.keep-every, or choose another --run.dir"
         )
 
@@ -97,7 +97,7 @@ def explain_full_disk(root: Path, step: int) -> Iterator[None]:
             free = byte_text(shutil.disk_usage(root).free)
         raise DiskFullError(
             f"checkpoint step_{step} could not be written to {root}: {words or error} ({free} free). Earlier "
-            "checkpoints are as they were. Free space, lower --checkpoint.keep or --checkpoint.keep-every, or choose "
+            "checkpoints are as they were. Make room, lower --checkpoint.keep or --checkpoint.keep-every, or choose "
             "another --run.dir"
         ) from error
 

@@ -76,7 +76,7 @@ def addition(digits: int, held_out: bool) -> list[dict]:
 
 
 def episodes(held_out: bool) -> list[dict]:
-    """Return equal rows without a prompt, for environments that need only a seed: 512 held out, 4,096 for training."""
+    """Return equal rows with an empty prompt for environments that need only a seed: 512 held out, or 4,096 others."""
     return [{"prompt": "", "answer": ""} for _ in range(REVERSE_EVAL if held_out else REVERSE_TRAIN)]
 
 

@@ -27,7 +27,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
         if not count:
             most = f"{without_gpu() or 'this torch is built without GPU support'}. To train without GPUs,"
         raise ValueError(
-            f"--run.device {kind}: local rank {local_rank} has no GPU of its own, torch finds {count} on this machine: "
+            f"--run.device {kind}: local rank {local_rank} has no GPU of its own; torch finds {count} on this machine: "
             f"{most} give --run.device cpu"
         )
     torch.cuda.set_device(local_rank)

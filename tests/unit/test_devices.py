@@ -57,7 +57,7 @@ def test_each_rank_takes_its_own_gpu_and_bad_surplus_ranks_are_refused(gpus, kin
     with pytest.raises(ValueError) as error:
         pick_device(kind, 2)
     told = str(error.value)
-    assert told.startswith(f"--run.device {kind}: local rank 2 has no GPU of its own, torch finds 2 on this machine")
+    assert told.startswith(f"--run.device {kind}: local rank 2 has no GPU of its own; torch finds 2 on this machine")
     assert "--nproc-per-node 2" in told and told.endswith("or give --run.device cpu")
     assert pick_device("cpu", 2) == CPU
 
