@@ -30,7 +30,7 @@ from spmdrl.rl.conversation_state import ConversationState
 from spmdrl.rl.rollout_plan import Experience, PromptGroup
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.spikes import Spikes
-from spmdrl.session.determinism import generator_states, set_generator_states
+from spmdrl.spmd.generators import generator_states, set_generator_states
 from spmdrl.spmd.world import World
 
 

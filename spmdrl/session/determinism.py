@@ -4,8 +4,6 @@ The flag has these effects: torch refuses operations that sum in varying order; 
 (`config/layers.py` sets the static assignment); engines on GPUs use batch-invariant kernels; settings whose effect
 depends on time are refused or named in a warning (`config/engines.py`, `rl/build.py`). Runs become slower. On a CPU, a
 run with the static assignment is usually deterministic even without the flag.
-
-Checkpoints contain the states of the process's random number generators, because a user's function may draw from them.
 """
 
 import os
@@ -48,28 +46,3 @@ def make_deterministic(run: RunConfig) -> None:
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-
-
-def generator_states(device: torch.device) -> dict:
-    """Return the states of the random number generators of Python, NumPy, torch and, if it is a GPU, the device."""
-    version, words, rest = random.getstate()
-    name, keys, *numbers = numpy.random.get_state(legacy=True)
-    states = {
-        "python": (version, torch.tensor(words, dtype=torch.int64), rest),
-        "numpy": (name, torch.from_numpy(numpy.asarray(keys, "int64")), *numbers),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_generator_states(states: dict, device: torch.device) -> None:
-    """Restore a result of `generator_states`. The state of a GPU's generator is restored only on a GPU."""
-    version, words, rest = states["python"]
-    random.setstate((version, tuple(words.tolist()), rest))
-    name, keys, *numbers = states["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype("uint32"), *numbers))
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

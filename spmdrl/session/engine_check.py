@@ -18,8 +18,8 @@ from spmdrl.health.status import tick
 from spmdrl.hub.rotary import limits
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.probe import ordinary_tokens
-from spmdrl.session.determinism import generator_states, set_generator_states
 from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.generators import unchanged_generators
 from spmdrl.spmd.seeds import generator_for, seed_for
 from spmdrl.spmd.world import World
 
@@ -84,20 +84,18 @@ class EngineCheck:
             return
         engine, done = self.engine, {}
         assert engine is not None
-        # Engines may draw from the process's random number generators, and a resumed run repeats this check. The states
-        # of the generators are restored below, so that a resumed run draws the same numbers as an uninterrupted one.
-        generators = generator_states(self.world.device)
-        requests = [self._request(i, version) for i in range(len(ROWS))]
-        for i, request in enumerate(requests):
-            if i == BEGUN:
+        # Engines may draw from the process's random number generators, and a resumed run repeats this check.
+        with unchanged_generators(self.world.device):
+            requests = [self._request(i, version) for i in range(len(ROWS))]
+            for i, request in enumerate(requests):
+                if i == BEGUN:
+                    done |= {made.key: made for made in engine.poll()}
+                engine.submit(request)
+            while len(done) < len(requests):
+                tick()
                 done |= {made.key: made for made in engine.poll()}
-            engine.submit(request)
-        while len(done) < len(requests):
-            tick()
-            done |= {made.key: made for made in engine.poll()}
-        # A resumed run must sample like an uninterrupted one, whose engine has no cached prefixes of these rows.
-        engine.reset_prefix_cache()
-        set_generator_states(generators, self.world.device)
+            # A resumed run must sample like an uninterrupted one, whose engine has no cached prefixes of these rows.
+            engine.reset_prefix_cache()
         self.sampled = _packed(requests, [done[request.key] for request in requests])
         if not self.world.is_first:
             self.sampled.zero_()

@@ -24,9 +24,9 @@ from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models, backend
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.checkpoints import Checkpoints
-from spmdrl.session.determinism import generator_states, set_generator_states
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
+from spmdrl.spmd.generators import generator_states, set_generator_states
 from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
 from spmdrl.supervised.rows import NAMED, Encode, Placed, Precomputed, Rows, encoded, open_mixture, rows_due

@@ -14,10 +14,10 @@ from spmdrl.algos import compute_advantages, compute_loss
 from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.losses import LOSSES
 from spmdrl.engines.hf.engine import sample
-from spmdrl.session.determinism import generator_states, set_generator_states
 from spmdrl.session.meter import Meter
 from spmdrl.spmd import storage
 from spmdrl.spmd.checksum import digest, weighted_sum
+from spmdrl.spmd.generators import generator_states, set_generator_states
 from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl_kernels import chunked_loss, linear_logprob, raise_deferred
 from tests.contract.fake_cuda import FakeCuda, MixedDevicesError, NondeterministicError

@@ -13,8 +13,8 @@ VLLM = {
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
     "vllm.v1.worker.gpu_worker.Worker": "model_runner sleep wake_up",
     # The first where Triton is there, the second with VLLM_USE_V2_MODEL_RUNNER=0.
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "model kv_caches model_config lora_manager",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "model kv_caches model_config lora_manager",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "model kv_caches model_config vllm_config lora_manager",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "model kv_caches model_config vllm_config lora_manager",
     "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": "_adapter_manager",
     "vllm.lora.model_manager.LoRAModelManager": (
         "model modules packed_modules lora_index_to_id remove_adapter add_adapter activate_adapter"

@@ -41,6 +41,7 @@ class Probe:
         from spmdrl.hub.resolve import resolve
         from spmdrl.rl.build import build_run
         from spmdrl.session.session import Session
+        from spmdrl.spmd.generators import generator_states
         from spmdrl.spmd.mesh import start
         from spmdrl.tracking.logs import setup_logging
         from spmdrl.tracking.metrics import Timer
@@ -51,10 +52,16 @@ class Probe:
         world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, 60.0)
         # This is not the value that vLLM would write.
         os.environ["LOCAL_WORLD_SIZE"] = "3"
+
+        def generators() -> list:
+            states = generator_states(world.device)
+            words = [states["python"][1], states["numpy"][1], states["torch"], states.get("cuda", torch.empty(0))]
+            return [x.tolist() for x in words]
+
         torch.manual_seed(1234)
-        rng = torch.get_rng_state()
+        before = generators()
         self.run = build_run(Session(cfg, world, Timer()))
-        facts["rng_untouched"] = torch.equal(rng, torch.get_rng_state())
+        facts["rng_untouched"] = generators() == before
         facts["local_world_size"] = os.environ["LOCAL_WORLD_SIZE"]
         self.engine, self.policy = self.run.memory.engine, self.run.models.policy
         facts["engine"], facts["device"] = type(self.engine).__name__, str(world.device)

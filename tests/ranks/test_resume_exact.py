@@ -24,7 +24,7 @@ from spmdrl.data.step_batch import ReplayBuffer
 from spmdrl.rl.rollout_plan import Experience, PromptGroup
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.state import RankState, dealt
-from spmdrl.session import determinism
+from spmdrl.spmd import generators
 from spmdrl.train import train
 from tests.ranks.cases import config, full_weights
 from tests.ranks.demo import STEPS, metrics, open_demo, train_demo, untimed
@@ -326,9 +326,9 @@ def test_resume_generators_go_on_where_they_were(tmp_path):
     cpu = torch.device("cpu")
     numpy.random.randn()  # One of a pair is kept.
     random.gauss(0, 1)
-    treefile.write(tmp_path / "x", determinism.generator_states(cpu))
+    treefile.write(tmp_path / "x", generators.generator_states(cpu))
     want, other = draw(), draw()
-    determinism.set_generator_states(treefile.read(tmp_path / "x"), cpu)
+    generators.set_generator_states(treefile.read(tmp_path / "x"), cpu)
     assert draw() == want != other
 
 

@@ -1,7 +1,7 @@
 """LoRA adapters in vLLM: loads base weights into the layers that vLLM wraps, and adapters directly from tensors.
 
-Written against vLLM 0.32 (`vllm/lora`). vLLM keeps N adapters in buffers of each wrapped layer: [N, 1, rank, in] for
-A and [N, 1, out, rank] for B, with one such pair for each projection that the layer fuses.
+Written against vLLM 0.32 (`vllm/lora`), and read in 0.25.1. vLLM keeps N adapters in buffers of each wrapped layer:
+[N, 1, rank, in] for A and [N, 1, out, rank] for B, with one such pair for each projection that the layer fuses.
 """
 
 from collections.abc import Iterator
@@ -43,6 +43,16 @@ def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
     }
 
 
+def rename_mapper(mapper: Any) -> Any:
+    """Return the part of vLLM's mapper of weights that renames layers without fusing them; vLLM 0.25 has an older name.
+
+    mapper: None for a model whose layers have the names of its checkpoint.
+    """
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+
+
 class Adapters:
     """The LoRA adapter of an engine: finds the places of its tensors in vLLM's layers, and installs it."""
 
@@ -57,8 +67,7 @@ class Adapters:
         # "pushed", because the adapter is installed before the first request.
         self.helper = PEFTHelper(r=self.rank, lora_alpha=self.rank, target_modules=list(cfg.lora.targets))
         self.request = LoRARequest("policy", NUMBER, "pushed")
-        mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
-        self.mapper = mapper.get_rename_mapper() if mapper is not None else None
+        self.mapper = rename_mapper(getattr(self.manager.model, "hf_to_vllm_mapper", None))
         self.places: dict[str, tuple[Any, int]] = {}
         """Name of a layer before fusion -> (vLLM's wrapper of the fused layer, index among its projections)."""
         for name, module in self.manager.modules.items():

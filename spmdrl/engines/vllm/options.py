@@ -26,7 +26,7 @@ def set_environment(device: torch.device) -> None:
     """Set the environment variables that vLLM reads at import, except those that the user set."""
     values = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
@@ -34,6 +34,9 @@ def set_environment(device: torch.device) -> None:
         # Cores are not pinned, because every rank of a node would get the same ones. Compiling vLLM's small sampling
         # helper takes more time than it saves.
         values |= {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    else:
+        # FlashInfer's all-reduce, which nobody has run here, keeps workspaces that vLLM's sleep does not free.
+        values["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
@@ -59,16 +62,24 @@ def refusals_as_warnings() -> Iterator[None]:
 def quantizing(runner: Any, kind: str) -> Iterator[None]:
     """Quantize weights loaded inside this context to 8 bits, unless `kind` is `none`.
 
+    vLLM quantizes a layer when its last weight arrives, with kernels that it chooses by its current config. A load that
+    fails leaves layers on the meta device until they are finalized, so this happens after an error too; the engine
+    needs a complete push afterwards.
+
     runner: vLLM's model runner, on a GPU.
     """
     if kind == "none":
         yield
         return
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    initialize_layerwise_reload(runner.model)
-    yield
-    finalize_layerwise_reload(runner.model, runner.model_config)
+    with set_current_vllm_config(runner.vllm_config):
+        initialize_layerwise_reload(runner.model)
+        try:
+            yield
+        finally:
+            finalize_layerwise_reload(runner.model, runner.model_config)
 
 
 def reason(error: Exception) -> str:
@@ -171,6 +182,9 @@ def _gpu_options(cfg: Config, config: Any) -> dict[str, Any]:
     }
     if cfg.rollout.quantization != "none":
         options["quantization"] = cfg.rollout.quantization
+    if cfg.rollout.tp > 1:
+        # Compiled models would use FlashInfer's all-reduce with its workspaces (`set_environment`) all the same.
+        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if getattr(config, "num_experts_per_tok", None):
         # Other kernels change the layout of experts at start, and would misread weights that are loaded in place.
         options["moe_backend"] = "triton"

@@ -25,6 +25,7 @@ from spmdrl.engines.vllm.copies import rank_within_engine
 from spmdrl.engines.vllm.cpu import Packed, name_shared_memory
 from spmdrl.engines.vllm.options import build_llm, set_environment
 from spmdrl.spmd.exchange import broadcast_text
+from spmdrl.spmd.generators import unchanged_generators
 from spmdrl.spmd.mesh import apart_from_default
 from spmdrl.spmd.world import World
 
@@ -72,12 +73,12 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
     set_environment(world.device)
     if cfg.rollout.deterministic or (cfg.run.deterministic and not on_cpu):
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    # vLLM reseeds torch and changes LOCAL_WORLD_SIZE; both are restored below.
-    rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")
+    local_world = os.environ.get("LOCAL_WORLD_SIZE")  # vLLM changes it
     shared = []
     if on_cpu and cfg.rollout.tp > 1:
         shared = name_shared_memory(broadcast_text(secrets.token_hex(8), world.rollout_group))
-    with world_of(world.roles.samplers), rank_within_engine(cfg, world):
+    # vLLM seeds all generators of the process.
+    with unchanged_generators(world.device), world_of(world.roles.samplers), rank_within_engine(cfg, world):
         packed = Packed() if on_cpu else None
         with restored_classes() as own_classes:
             llm = build_llm(cfg, on_cpu, routed)
@@ -89,7 +90,6 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
     for name in set(shared):
         # All ranks of the group have mapped the memory. Without a name, the system frees it with the last process.
         Path(f"/dev/shm/{name}_{world.engine_tp_rank % cfg.rollout.tp}").unlink(missing_ok=True)
-    torch.set_rng_state(rng)
     if local_world is not None:
         os.environ["LOCAL_WORLD_SIZE"] = local_world
     return llm, packed
