@@ -30,7 +30,7 @@ with_wheels() { # puts the wheels into $site
 with_vllm() { # puts the packed vLLM into $site; a part of it that fails leaves no vLLM
     local why
     why=$(timeout 20 "$PYTHON" benchmarks/pack_vllm.py --unpack "$packed" "$work/vllm" 2>&1) && mkdir -p "$site" &&
-        cp -al "$work/vllm/." "$site/" && return
+        cp -alf "$work/vllm/." "$site/" && return
     export SPMDRL_NO_VLLM="could not be unpacked from $packed: $(tail -n 1 <<<"$why")"
     echo "vLLM $SPMDRL_NO_VLLM"
 }
