@@ -749,6 +749,7 @@ def measure(scenario: str, folder: Path) -> None:
     cfg = replaced(
         Config(),
         run={"dir": str(folder), "steps": 6},
+        rollout={"enforce_eager": True},
         eval={"every": 0},
         checkpoint={"at_end": False},
         tracking={"trackers": ("jsonl",), "console": "plain"},

@@ -1,6 +1,7 @@
 """One real vLLM engine on a GPU beside the trainer, measured by `tests/engines/probe.py`, as on a CPU in tests/engines.
 
-The limits of |dlogp| in float32 are first guesses: kernels may multiply in TF32, and nobody here has run this.
+The engine runs without CUDA graphs, which `benchmarks/colocated.py` covers: their capture takes most of a start. The
+limits of |dlogp| in float32 are first guesses: kernels may multiply in TF32, and nobody here has run this.
 """
 
 import json
@@ -29,6 +30,12 @@ def measured(scenario: str, folder: Path) -> dict:
     file = folder / f"{scenario}.json"
     facts = json.loads(file.read_text()) if file.exists() else {"failed": "no facts"}
     assert "failed" not in facts, facts["failed"] + done.stdout[-2000:] + done.stderr[-4000:]
+    for row in facts["agreement"]:
+        numbers = ", ".join(
+            f"{name} {row[name]:.2e}" for name in ("engine_trainer_mean", "engine_trainer", "engine_hf")
+        )
+        # A line of its own in the report of benchmarks/first_gpu_run.py, which reads what -s shows.
+        print(f"\nfigure vllm-{scenario} |dlogp| after {row['version']} updates: {numbers}", flush=True)
     assert facts["engine"] == "VLLMEngine" and facts["device"] == "cuda:0" and facts["rng_untouched"]
     return facts
 

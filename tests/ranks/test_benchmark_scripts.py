@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.harness import _context
+from tests.ranks.harness import _context, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -329,6 +329,38 @@ def test_benchmark_transfer_runs(tmp_path):
     forked(reshard, str(tmp_path))
     row = json.loads((tmp_path / "0.json").read_text())
     assert row["received"] == 0 and row["needed"] > 0 and row["deep"]
+
+
+def on_fake_gpu(world, folder: str) -> dict:
+    """Returns what the parts of transfer.py and shared_prompt.py for GPUs measure on a GPU that is a label."""
+    from datetime import timedelta
+
+    from benchmarks import shared_prompt, transfer
+    from spmdrl.config.schema import Config, ParallelConfig
+    from spmdrl.spmd.mesh import world_from_group
+    from tests.contract.fake_cuda import FakeCuda
+    from tests.contract.fake_labels import CUDA
+
+    os.environ["SPMDRL_KERNELS"] = "torch"
+    with FakeCuda() as gpu:
+        world = world_from_group(ParallelConfig(), 1, CUDA, 0, timedelta(seconds=60))
+        cfg = Config()
+        cfg.model.path, cfg.model.dtype = "tiny", "bfloat16"
+        push = transfer.push_and_park(cfg, world, 1, 2)
+        waits = gpu.calls.count("synchronize")
+        built = shared_prompt.random_model(Path(folder), "cpu"), "float32", False, shared_prompt.attention.register()
+        shared = shared_prompt.measure(shared_prompt.build_model(*built).to(CUDA), 2, 8, 4, 1, CUDA)
+        return {"push": push, "shared": shared, "waits": [waits, gpu.calls.count("synchronize") - waits]}
+
+
+def test_benchmark_transfer_and_shared_prompt_wait_for_the_gpu_that_they_measure(tmp_path):
+    (found,) = run_ranks(on_fake_gpu, 1, str(tmp_path))
+    push, shared = found["push"], found["shared"]
+    assert push["device"] == "cuda:0" and push["deep"] and push["needed"] > 0
+    assert all(push["parking"][name] > 0 for name in ("first", "away", "back", "copy_away", "copy_back"))
+    assert shared["ratio"] > 0 and shared["logp_difference"] < 1e-4
+    # Each of 2 pushes, 2 copies, 2 ways of parking twice and 2 x 2 copies is waited for, before and after it.
+    assert found["waits"][0] >= 24 and found["waits"][1] >= 4
 
 
 def memory(folder: str):
