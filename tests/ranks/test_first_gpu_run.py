@@ -381,6 +381,43 @@ def test_a_program_that_is_killed_leaves_a_report_of_what_it_had(tmp_path, numbe
         os.kill(int(child), signal.SIGKILL)
 
 
+STUB = """#!/bin/bash
+case "$1 $2" in
+"benchmarks/pack_vllm.py --unpack") echo "one line"; echo "the library is corrupt"; exit 1 ;;
+"benchmarks/first_gpu_run.py "*) echo "without vLLM: $SPMDRL_NO_VLLM; after $SPMDRL_SETUP_SECONDS s; $*" ;;
+esac
+"""
+
+
+def test_the_script_goes_on_without_a_vllm_that_cannot_be_unpacked(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(STUB)
+    python.chmod(0o755)
+    (tmp_path / "packed").mkdir()
+    given = {"PYTHON": str(python), "WHEELS": str(tmp_path / "none")}
+    for folder, why in (
+        ("packed", f"could not be unpacked from {tmp_path}/packed: the library is corrupt"),
+        ("absent", f"is not installed for this device, and there is no folder {tmp_path}/absent with a packed one"),
+    ):
+        environment = os.environ | given | {"PACKED_VLLM": str(tmp_path / folder)}
+        command = [str(ROOT / "benchmarks" / "gpu.sh"), "--short", "--results", "there"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        last = done.stdout.splitlines()[-1]
+        assert done.returncode == 0 and last.startswith(f"without vLLM: {why}; after "), done.stdout + done.stderr
+        assert last.endswith(" s; benchmarks/first_gpu_run.py --short --results there")
+
+
+def test_the_page_names_what_is_carried_and_a_command_that_fits():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    packs, runs = (block for block in text.split("```")[1::2] if "gpu.sh" in block or "pip download" in block)
+    assert len(runs) < 2000 and "benchmarks/gpu.sh --short --results" in runs
+    locked = (ROOT / "launch" / "locks" / "cpu.txt").read_text()
+    wheels = re.findall(r"(\S+)==(\S+)", packs)
+    assert {name for name, _ in wheels} >= {"tyro", "docstring-parser", "typeguard", "liger-kernel", "megatron-core"}
+    for name, version in wheels:
+        assert name == "liger-kernel" or f"{name.replace('-', '_')}=={version}" in locked.replace("-", "_"), name
+
+
 def test_without_a_gpu_it_ends_with_2(monkeypatch, capsys):
     monkeypatch.setattr(first_gpu_run, "look", lambda *args: {"gpus": [], "modules": [], "large_model": ""})
     monkeypatch.setattr(signal, "signal", lambda *args: None)
