@@ -66,7 +66,7 @@ def samples(p: Probe) -> dict:
 
 def corrupt(p: Probe) -> dict:
     """Corrupts pushes: a bit turns on the way or in the memory the engine reads; a tensor never arrives."""
-    from spmdrl.engines.sglang import process as sglang_process
+    from spmdrl.engines.sglang.transport import SharedMemory
 
     prompt = p.prompts(1)[0]
     p.awake()
@@ -104,14 +104,14 @@ def corrupt(p: Probe) -> dict:
     p.engine.process.call = meddle
     attempt("turned in memory")
     p.engine.process.call = call
-    lost = sglang_process.SharedMemory.put
+    lost = SharedMemory.put
 
     def without(self, tensors, parts):
         return lost(self, {k: v for k, v in tensors.items() if "layers.1.mlp.down_proj" not in k}, parts)
 
-    sglang_process.SharedMemory.put = without
+    SharedMemory.put = without
     attempt("lost tensor")
-    sglang_process.SharedMemory.put = lost
+    SharedMemory.put = lost
     p.push()
     facts["mended"] = outcome(lambda: p.drain([p.request(prompt)]))
     facts["agreement after"] = p.agree(p.prompts(4))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.engines.sglang.engine import SGLangEngine
-from spmdrl.engines.sglang.process import Broadcast
+from spmdrl.engines.sglang.transport import Broadcast
 from spmdrl.engines.vllm.start import world_of
 from tests.ranks.cases import config
 from tests.ranks.harness import run_ranks

@@ -12,7 +12,8 @@ import torch
 
 from spmdrl.engines.sglang import process as sglang_process
 from spmdrl.engines.sglang.engine import SGLangEngine
-from spmdrl.engines.sglang.process import EngineDiedError, Process, SharedMemory, lines_of
+from spmdrl.engines.sglang.process import EngineDiedError, Process, lines_of
+from spmdrl.engines.sglang.transport import SharedMemory
 from spmdrl.weights.reshard import CorruptWeightsError
 
 SERVER = """

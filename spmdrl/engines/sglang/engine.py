@@ -28,7 +28,8 @@ from spmdrl.engines.engine import (
 )
 from spmdrl.engines.needs import Needs, check_filled
 from spmdrl.engines.sglang.options import options
-from spmdrl.engines.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
+from spmdrl.engines.sglang.process import EngineDiedError, Process, answers
+from spmdrl.engines.sglang.transport import Broadcast, SharedMemory
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.resolve import resolve
 from spmdrl.spmd.exchange import all_gather_text, broadcast_text

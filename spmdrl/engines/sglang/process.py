@@ -1,8 +1,7 @@
-"""Starts and watches the SGLang server process, and sends weights to it over shared memory or by broadcast."""
+"""Starts and watches the SGLang server process."""
 
 import json
 import logging
-import mmap
 import os
 import queue
 import re
@@ -14,25 +13,15 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, cast
 
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import _disable_current_modes
-
 from spmdrl.health.failure import named_exit
-from spmdrl.spmd.checksum import digest
-from spmdrl.spmd.mesh import apart_from_default
-from spmdrl.weights.reshard import Box, inside
 
 log = logging.getLogger("spmdrl")
 
 GRACE_SECONDS = 3.0
 """Seconds that the main thread of a rank has to notice the engine's death; its own error then names the phase."""
-ALIGN = 64
 RANK_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 PROGRESS = re.compile(r"\d%(\||\s+Completed)|\d+it \[|it/s\b|\bs/it\b")
@@ -43,16 +32,6 @@ class EngineDiedError(RuntimeError):
     """The engine's process has ended."""
 
 
-def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
-    """List name, type and shape of tensors, and the offset of each in a buffer that contains them one after another."""
-    out, at = [], 0
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        out.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "at": at, "bytes": tensor.nbytes})
-        at += -(-tensor.nbytes // ALIGN) * ALIGN
-    return out
-
-
 def answers(flat: list[int]) -> list[list[int]]:
     """Split a flat list into the answers of the engine's processes; each answer is preceded by its length."""
     out = []
@@ -60,87 +39,6 @@ def answers(flat: list[int]) -> list[list[int]]:
         out.append(flat[1 : 1 + flat[0]])
         flat = flat[1 + flat[0] :]
     return out
-
-
-class SharedMemory:
-    """Passes weights through unnamed shared memory, which the scheduler process of this rank maps.
-
-    The system frees it even if the job is killed. Parts that the engine does not read are not written, so they use no
-    memory.
-    """
-
-    def __init__(self):
-        self.fd = os.memfd_create("spmdrl-weights")
-
-    def put(self, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> dict:
-        """Write one bucket; return the message for the process that reads it.
-
-        parts: for each tensor, the boxes that the process reads.
-        """
-        layout = entries(tensors)
-        os.ftruncate(self.fd, 0)
-        if layout:
-            nbytes = layout[-1]["at"] + layout[-1]["bytes"]
-            os.ftruncate(self.fd, nbytes)
-            flat = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-        for entry, (name, tensor) in zip(layout, tensors.items(), strict=True):
-            there = flat[entry["at"] : entry["at"] + entry["bytes"]].view(tensor.dtype).view(tensor.shape)
-            for box in parts[name]:
-                inside(there, box).copy_(inside(tensor, box))
-            entry["parts"] = [[box, int(digest(inside(tensor, box).cpu()))] for box in parts[name]]
-        return {"file": f"/proc/{os.getpid()}/fd/{self.fd}", "entries": layout}
-
-    def done(self) -> None:
-        """Return the memory to the system."""
-        os.ftruncate(self.fd, 0)
-
-
-class Broadcast:
-    """Broadcasts weights over a group of the rank and the engine's processes, which must be on other GPUs than it."""
-
-    def __init__(self, tp: int, backend: str, timeout: float):
-        self.tp, self.backend, self.timeout = tp, backend, timedelta(seconds=timeout)
-        self.group: dist.ProcessGroup | None = None
-
-    def _join(self, process: "Process") -> dist.ProcessGroup:
-        store = dist.TCPStore("127.0.0.1", 0, 1 + self.tp, True, self.timeout, wait_for_workers=False)
-        process.send("join", host="127.0.0.1", port=store.port, backend=self.backend)
-        # SGLang's processes make the same calls. No public function of torch creates a group with the processes of
-        # another program.
-        with apart_from_default():
-            group, _ = distributed_c10d._new_process_group_helper(
-                1 + self.tp,
-                0,
-                [],
-                distributed_c10d.Backend(self.backend),
-                dist.PrefixStore("spmdrl", store),
-                group_name=distributed_c10d.GroupName("spmdrl"),
-                timeout=self.timeout,
-            )
-        process.answer()
-        return cast(dist.ProcessGroup, group)
-
-    def push(self, process: "Process", tensors: dict[str, torch.Tensor]) -> None:
-        """Broadcast one bucket. Raises RuntimeError if the engine received other bytes."""
-        self.group = self.group or self._join(process)
-        layout = entries(tensors)
-        for entry, tensor in zip(layout, tensors.values(), strict=True):
-            entry["hash"] = int(digest(tensor.cpu()))
-        process.send("receive", entries=layout)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        # The recorder of `--run.lockstep-debug` cannot follow collectives with ranks of another program.
-        with _disable_current_modes():
-            for tensor in tensors.values():
-                try:
-                    self.group.broadcast([tensor.contiguous()], options).wait()
-                except RuntimeError as error:
-                    process.raise_if_dead(error)
-                    raise
-        process.answer()
-
-    def done(self) -> None:
-        """Do nothing, because the group is kept for the next push."""
 
 
 class Process:
@@ -166,8 +64,11 @@ class Process:
             stderr=subprocess.PIPE,
             env=environment(config) | {"TMPDIR": self.folder},
         )
-        for target in (self._read, self._listen):
-            threading.Thread(target=target, daemon=True, name="sglang").start()
+        reader, self.listener = (
+            threading.Thread(target=target, daemon=True, name="sglang") for target in (self._read, self._listen)
+        )
+        reader.start()
+        self.listener.start()
         try:
             self.facts: list[int] = self.answer()
         finally:
@@ -195,7 +96,7 @@ class Process:
         """Return an error that describes the end of the process in one line."""
         code = self.child.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        time.sleep(0.1)  # its last output may still be arriving
+        self.listener.join(1.0)  # its last output may still be arriving; its children may keep the pipe open
         output = list(self.last_output)
         errors = [line for line in output if re.search(r"Error|crashed", line)] or output
         last = f"; its last output, all of which is in the rank's log file: {errors[-1][:300]}" if errors else ""
