@@ -137,6 +137,8 @@ class Short:
     limit: int
     runs: tuple[Training | Command, ...] = ()
     """Empty for the programs of the long form, benchmarks with `--quick`."""
+    spare: bool = False
+    """True for a stage that runs after all others, in the time that they left."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +165,13 @@ class Stage:
     short: Short | None = None
     loads: str = ""
     """Name of the module that later stages lack if this stage fails."""
+    spare: bool = False
+    """True for a stage that only gets time that the stages before it left (`Short`)."""
 
     def shortened(self) -> "Stage":
         """Return the short form of a stage that has one."""
         assert self.short
-        return replace(self, limit=self.short.limit, runs=self.short.runs or self.runs)
+        return replace(self, limit=self.short.limit, runs=self.short.runs or self.runs, spare=self.short.spare)
 
     def lacks(self, form: Form, gib: float = 1e9) -> str:
         """Return the reason why the stage cannot run, or an empty text. gib: memory of the smallest GPU."""
@@ -266,6 +270,16 @@ STAGES: list[Stage] = [
         "tests",
         modules=("pytest",),
         tested="tests/unit/test_kernel_triton.py::test_kernel_triton_in_the_interpreter",
+        short=Short(
+            60,
+            (
+                Command(
+                    f"{PYTEST} tests/gpu/test_kernels.py -k 'not sanitizer'",
+                    f"{PYTEST} tests/unit/test_kernel_reference.py",
+                ),
+            ),
+            spare=True,
+        ),
     ),
     Stage(
         "program_tests",
@@ -280,6 +294,7 @@ STAGES: list[Stage] = [
         "tests",
         modules=("pytest",),
         tested="tests/unit/test_packed_forward.py::test_layout_packed_forward_is_plain_hugging_face",
+        short=Short(60, spare=True),
     ),
     Stage(
         "vllm_tests",
@@ -402,7 +417,7 @@ STAGES: list[Stage] = [
     *kernel_benchmarks(),
     benchmark("transfer", "benchmarks/transfer.py", f"{SCRIPTS}_transfer_runs", short=Short(28)),
     benchmark("shared_prompt", "benchmarks/shared_prompt.py", f"{SCRIPTS}_shared_prompt_runs", short=Short(22)),
-    benchmark("memory", "benchmarks/memory.py", f"{SCRIPTS}_memory_runs"),
+    benchmark("memory", "benchmarks/memory.py", f"{SCRIPTS}_memory_runs", short=Short(40, spare=True)),
     benchmark("longtail", "benchmarks/longtail.py", f"{SCRIPTS}_longtail_runs"),
 ]
 
@@ -416,7 +431,10 @@ def chosen(names: str, short: bool = False) -> list[Stage]:
         ValueError: the name is unknown, or the stage has no short form.
     """
     wanted = [name for name in names.split(",") if name]
-    stages = [stage.shortened() for stage in STAGES if stage.short] if short else STAGES
+    stages = STAGES
+    if short:
+        stages = [stage.shortened() for stage in STAGES if stage.short]
+        stages.sort(key=lambda stage: stage.spare)
     known = {stage.name for stage in stages} | {stage.group for stage in stages if stage.group}
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(

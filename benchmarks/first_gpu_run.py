@@ -208,8 +208,10 @@ def judged(stage: Stage, part: Training, form: Form) -> tuple[list[str], dict[st
 
 def share(stages: list[Stage], i: int, spare: float) -> float:
     """Return the time limit of stage i. For a benchmark it includes a share of the time that earlier stages saved."""
-    later = sum(stage.benchmark for stage in stages[i:])
-    return stages[i].limit + (max(0.0, spare) / later if stages[i].benchmark else 0.0)
+    if stages[i].spare or not stages[i].benchmark:
+        return stages[i].limit
+    later = sum(stage.benchmark and not stage.spare for stage in stages[i:])
+    return stages[i].limit + max(0.0, spare) / later
 
 
 def look(python: str, work: Path, seconds: float) -> dict:
@@ -233,8 +235,9 @@ def show(stages: list[Stage], form: Form) -> None:
     for stage in stages:
         for part in stage.runs:
             print(f"{stage.name}: {shlex.join(part.words(stage.name, form))}")
-        print(f"  needs {stage.needs}; at most {stage.limit} s; {stage.proves}")
-    most = sum(s.limit for s in stages) + BEFORE[form.short]
+        when = " of what others left" if stage.spare else ""
+        print(f"  needs {stage.needs}; at most {stage.limit} s{when}; {stage.proves}")
+    most = sum(s.limit for s in stages if not s.spare) + BEFORE[form.short]
     print(f"{len(stages)} stages, at most {most} s; shown for {form.gpus} GPUs")
 
 
@@ -307,7 +310,7 @@ def run_all(stages: list[Stage], form: Form, facts: dict, base: Path, args: argp
     report = lambda: write(base, results, facts, began, time.monotonic() - clock)  # noqa: E731
     for i, stage in enumerate(stages):
         spent = time.monotonic() - clock
-        planned = BEFORE[form.short] + sum(s.limit for s in stages[:i])
+        planned = BEFORE[form.short] + sum(s.limit for s in stages[:i] if not s.spare)
         limit = args.limit or share(stages, i, planned - spent / slower) * slower
         left = TOTAL[form.short] * slower - spent
         limit = min(limit, left)
