@@ -97,7 +97,7 @@ def trees(args: argparse.Namespace) -> dict[str, float]:
         for share, side in sides.items():
             side.zero_grad(set_to_none=True)
             began = time.perf_counter()
-            logp_T, entropy_T = side(tokens, batch.lengths, mask, 1.0, begins_B=batch.begins)
+            logp_T, entropy_T = side(side.plan(tokens, batch.lengths, mask, batch.begins), 1.0)
             ((logp_T * weight_T).sum() + 0.1 * entropy_T.sum()).backward()
             if i:
                 seconds[share].append(time.perf_counter() - began)

@@ -262,7 +262,7 @@ def bytes_of(model: str, axes: dict) -> dict:
     with Counter() as counter:
         side.update()
     runs = [micro if len(micro) else stand_in() for micro in seen[-1]]
-    packs = make_packs([(run.token["tokens"], run.lengths) for run in runs], layout, 0, torch.device("cpu"))
+    packs = make_packs(runs, layout, 0, before=True)
     work = Work(
         [pack.tokens.shape[1] for pack in packs],
         [run.n_tokens for run in runs],

@@ -54,7 +54,7 @@ def one_pass(model: PackedLM, tokens, lengths, mask, sync) -> float:
     """Return the seconds of one forward and backward pass."""
     model.zero_grad(set_to_none=True)
     began = time.perf_counter()
-    logp, entropy = model(tokens, lengths, mask, 1.0)
+    logp, entropy = model(model.plan(tokens, lengths, mask), 1.0)
     (logp.sum() + entropy.sum()).backward()
     sync()
     return time.perf_counter() - began
@@ -71,7 +71,7 @@ def measure(hf, group: int, prompt: int, response: int, repeats: int, device: to
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     sides = {share: PackedLM(hf, share=share).train() for share in (False, True)}
     with torch.no_grad():
-        first, second = (sides[share](tokens, lengths, mask, 1.0)[0] for share in (False, True))
+        first, second = (side(side.plan(tokens, lengths, mask), 1.0)[0] for side in sides.values())
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for i in range(repeats + 1):
         for share, model in sides.items():

@@ -36,7 +36,12 @@ def count_totals(mask_T: torch.Tensor, seq_T: torch.Tensor) -> Totals:
 
 
 def token_weights(
-    mode: str, mask_T: torch.Tensor, seq_T: torch.Tensor, totals: Totals, horizon: float | None = None
+    mode: str,
+    mask_T: torch.Tensor,
+    seq_T: torch.Tensor,
+    totals: Totals,
+    horizon: float | None = None,
+    sequences: int | None = None,
 ) -> torch.Tensor:
     """Return the weight of each token's loss, fp64 [T]; exactly 0 where the mask is False.
 
@@ -50,7 +55,7 @@ def token_weights(
 
     mask_T: bool [T], True where the loss counts. seq_T: int64 [T], index of the token's sequence in this micro-batch.
     totals: counts over the whole batch. horizon: number of tokens, a constant of the run such as the longest allowed
-    response (verl uses the width of its padded mask).
+    response (verl uses the width of its padded mask). sequences: as in `sum_per_sequence`.
 
     The weights are fp64, so that a sum over many tokens does not depend on their order at fp32 precision. If the total
     that the mode uses is 0 although a token is unmasked, its weight is nan, so that the mistake is seen. ValueError:
@@ -68,7 +73,7 @@ def token_weights(
     if mode == "seq-mean-token-mean":
         # A sequence is never split, so its count of tokens is known in this micro-batch. The count is 0 only if all
         # tokens of the sequence are masked, and then their weights become 0 below.
-        weight = weight / sum_per_sequence(mask_T, seq_T).clamp(min=1)[seq_T]
+        weight = weight / sum_per_sequence(mask_T, seq_T, sequences).clamp(min=1)[seq_T]
     if mode == "seq-mean-token-sum-norm":
         if horizon is None or not horizon > 0:
             raise ValueError(f"{mode} needs horizon > 0 tokens (e.g. the longest allowed response), got {horizon}")

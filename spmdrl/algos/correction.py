@@ -75,6 +75,7 @@ def correction_weights(
     seq_T: torch.Tensor | None = None,
     low: float | None = None,
     high: float | None = None,
+    sequences: int | None = None,
 ) -> torch.Tensor:
     """Return the weight of each token's loss, with the shape, dtype and device of old_logp; 0 where the mask is False.
 
@@ -86,6 +87,7 @@ def correction_weights(
         seq_T: int64 [T], the token's sequence; None for padded inputs, in which each row is a sequence.
         low: smallest ratio that is not set to 0; None: the default of the kind.
         high: largest ratio that is kept; the kind sets a larger one to `high` or to 0. None: the default of the kind.
+        sequences: number of sequences, as in `aggregate.sum_per_sequence`.
 
     Raises:
         ValueError: an unknown kind; a low that is negative or above high; a high that is not positive; a low for a kind
@@ -107,7 +109,7 @@ def correction_weights(
     _check_bounds(bounds.get("low"), bounds.get("high"))
     log_ratio_T = _log_ratio(old_logp, rollout_logp, mask)
     if row.of_sequence:
-        log_ratio_T = sum_per_sequence(log_ratio_T, seq_T)[seq_T]
+        log_ratio_T = sum_per_sequence(log_ratio_T, seq_T, sequences)[seq_T]
     return masked(row.function(exp_clamped(log_ratio_T), **bounds), mask).to(old_logp.dtype)
 
 
@@ -134,7 +136,11 @@ def reject_sequences(
 
 
 def mismatch(
-    old_logp_T: torch.Tensor, rollout_logp_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor
+    old_logp_T: torch.Tensor,
+    rollout_logp_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    seq_T: torch.Tensor,
+    sequences: int | None = None,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return measures of how far old_logp is from the engine's logp: a dict of name -> (mean, weight), 0-d fp64.
 
@@ -145,11 +151,13 @@ def mismatch(
     - `mismatch/ratio`, `mismatch/ratio_square`: r and r^2
 
     `mismatch/sequence_ratio` and `mismatch/sequence_ratio_square` are means over sequences that have an unmasked token.
+
+    sequences: number of sequences, as in `aggregate.sum_per_sequence`.
     """
     log_ratio_T = _log_ratio(old_logp_T, rollout_logp_T, mask_T)
-    count_B = sum_per_sequence(mask_T, seq_T)
-    ratio_T, ratio_B = exp_clamped(log_ratio_T), exp_clamped(sum_per_sequence(log_ratio_T, seq_T))
-    tokens, sequences = count_B.sum(), (count_B > 0).sum().double()
+    count_B = sum_per_sequence(mask_T, seq_T, sequences)
+    ratio_T, ratio_B = exp_clamped(log_ratio_T), exp_clamped(sum_per_sequence(log_ratio_T, seq_T, sequences))
+    tokens, trained = count_B.sum(), (count_B > 0).sum().double()
     of_tokens = {
         "k1": -log_ratio_T,
         "k3": torch.expm1(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log_ratio_T,
@@ -159,7 +167,7 @@ def mismatch(
     of_sequences = {"sequence_ratio": ratio_B, "sequence_ratio_square": ratio_B.square()}
     means = {name: (masked(x_T, mask_T).sum() / tokens.clamp(min=1), tokens) for name, x_T in of_tokens.items()}
     means |= {
-        name: (masked(x_B, count_B > 0).sum() / sequences.clamp(min=1), sequences) for name, x_B in of_sequences.items()
+        name: (masked(x_B, count_B > 0).sum() / trained.clamp(min=1), trained) for name, x_B in of_sequences.items()
     }
     return {f"mismatch/{name}": value for name, value in means.items()}
 

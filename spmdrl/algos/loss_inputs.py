@@ -37,6 +37,9 @@ class LossInputs:
     """Importance weights by which the loss is multiplied, because rollout_logp differs from old_logp; no gradient."""
     selected: torch.Tensor | None = None
     """bool: True at the tokens that `Loss.select` selected from the whole batch; None for losses without `select`."""
+    sequences: int | None = None
+    """Number of sequences in this micro-batch. With None, sums over sequences read it from `seq`, and so wait for the
+    device."""
 
 
 def masked(value_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
@@ -74,13 +77,13 @@ def weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 def sequence_sum(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
     """Return the sum of value over the unmasked tokens of each token's sequence: fp64 [T], 0 at masked tokens."""
-    return masked(sum_per_sequence(masked(value_T, x.mask), x.seq)[x.seq], x.mask)
+    return masked(sum_per_sequence(masked(value_T, x.mask), x.seq, x.sequences)[x.seq], x.mask)
 
 
 def sequence_mean(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
     """Return the mean of value over the unmasked tokens of each token's sequence: fp64 [T], 0 at masked tokens."""
     # The clamp avoids 0 / 0 for a sequence without an unmasked token.
-    return sequence_sum(value_T, x) / sum_per_sequence(x.mask, x.seq).clamp(min=1)[x.seq]
+    return sequence_sum(value_T, x) / sum_per_sequence(x.mask, x.seq, x.sequences).clamp(min=1)[x.seq]
 
 
 def sequence_weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:

@@ -64,6 +64,7 @@ def implicit_reward_loss(
     seq_T: torch.Tensor,
     outcome: torch.Tensor,
     beta: float = 0.05,
+    sequences: int | None = None,
 ) -> torch.Tensor:
     """Return PRIME's loss of the implicit reward model: cross-entropy of sigmoid(sum of rewards) with the outcome.
 
@@ -71,9 +72,10 @@ def implicit_reward_loss(
 
     All unmasked tokens of a sequence have the same loss, so the aggregation `seq-mean-token-mean` gives the mean over
     sequences. outcome: in [0, 1], 1 for a right answer; [B], or [T] with the sequence's outcome at each of its tokens.
+    sequences: number of sequences, as in `aggregate.sum_per_sequence`.
     ValueError: an outcome out of range, beta not positive.
     """
-    total = sum_per_sequence(implicit_rewards(logp_T, ref_logp_T, mask_T, beta), seq_T)[seq_T]
+    total = sum_per_sequence(implicit_rewards(logp_T, ref_logp_T, mask_T, beta), seq_T, sequences)[seq_T]
     outcome_T = outcome if outcome.shape == mask_T.shape else outcome[seq_T]
     outcome_T = masked(outcome_T.double(), mask_T)
     if bool(((outcome_T < 0) | (outcome_T > 1)).any()):

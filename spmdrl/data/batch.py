@@ -8,10 +8,13 @@ which the episode ended. If several paths share a sampled token, its mask is Tru
 statistics treat an episode as one unit: they sum over its sequences, and read its rewards from its first sequence.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import Table, select
 
 KEYS = ("position", "sample", "path")
@@ -38,11 +41,20 @@ class Batch:
     number of the sequence's path, and paths (int64) the number of paths of its episode; in a batch without these
     columns every sequence is an episode. If a batch repeats an episode, the path numbers of each copy continue those of
     the copy before it.
+
+    host: the batch in host memory of which this one is a copy on a device; a batch in host memory is its own.
+
+    plans: results that passes over the batch computed from its tokens and keep for later passes. Batches with the same
+    tokens may share them.
     """
 
     lengths: torch.Tensor
     token: dict[str, torch.Tensor] = field(default_factory=dict)
     seq: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.host: Batch = self
+        self.plans: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -60,7 +72,7 @@ class Batch:
     @property
     def n_tokens(self) -> int:
         """The number of tokens, T."""
-        return int(self.lengths.sum())
+        return int(self.host.lengths.sum())
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -71,7 +83,7 @@ class Batch:
     @property
     def seq_index(self) -> torch.Tensor:
         """int64 [T]: the index of the sequence that contains each token."""
-        return torch.repeat_interleave(torch.arange(len(self), device=self.device), self.lengths)
+        return self.per_token(torch.arange(len(self), device=self.device))
 
     @property
     def identity(self) -> dict[str, torch.Tensor]:
@@ -106,6 +118,11 @@ class Batch:
     def episode(self) -> torch.Tensor:
         """int64 [B]: the number of the episode that each sequence belongs to, 0 .. E - 1."""
         return torch.cumsum(self.begins, 0) - 1
+
+    @property
+    def episodes(self) -> int:
+        """The number of episodes, E."""
+        return int(self.host.begins.sum())
 
     @property
     def branches(self) -> bool:
@@ -149,7 +166,12 @@ class Batch:
 
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
         """Repeat a per-sequence value for each of its tokens: [B] -> [T]."""
-        return torch.repeat_interleave(x_B, self.lengths)
+        # Without the number of tokens, torch would read it from the device.
+        return torch.repeat_interleave(x_B, self.lengths, output_size=self.n_tokens)
+
+    def where(self, test: Callable[["Batch"], torch.Tensor]) -> torch.Tensor:
+        """Return the indices at which `test` of this batch, bool [n], is True, int64 [m]; the host computes them."""
+        return to_device(torch.nonzero(test(self.host)).flatten(), self.device)
 
     def group_differs(self) -> torch.Tensor:
         """Return bool [B]: True if the rewards of the sequence's group differ. The batch must contain whole groups."""
@@ -177,13 +199,21 @@ class Batch:
         """Return the sequences with the indices `index` (int64 [m]), in the order of `index`."""
         return from_table(select(to_table(self), index))
 
+    def kept(self, which_B: torch.Tensor) -> "Batch":
+        """Return the sequences for which which_B, bool [B], is True; if it is True for all, they share `plans`."""
+        return self.like() if bool(which_B.all()) else self.select(torch.nonzero(which_B).flatten())
+
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with all tensors on `device`."""
-        return Batch(
-            self.lengths.to(device),
-            {k: v.to(device) for k, v in self.token.items()},
-            {k: v.to(device) for k, v in self.seq.items()},
-        )
+        """Return the batch with copies of all tensors on `device`, which need not be there yet."""
+        out = Batch(*to_device((self.lengths, self.token, self.seq), device))
+        out.host = self.host
+        return out
+
+    def like(self, **token: torch.Tensor) -> "Batch":
+        """Return a batch of the same sequences, with further token columns, that shares `plans`."""
+        out = Batch(self.lengths, self.token | token, dict(self.seq))
+        out.plans = self.plans
+        return out
 
 
 def to_table(batch: Batch) -> Table:

@@ -120,4 +120,7 @@ def microbatches(batch: Batch, count: int, budget: int, units: list[Unit] | None
         parts = fewest(lengths, budget)
         parts += [[] for _ in range(count - len(parts))]
     members = [sorted(i for u in part for i in units[u].members) for part in parts]
-    return [batch.select(torch.tensor(part, dtype=torch.int64)) for part in members]
+    micros = [batch.select(torch.tensor(part, dtype=torch.int64)) for part in members]
+    for micro, part in zip(micros, members, strict=True):
+        micro.plans = batch.plans.setdefault(tuple(part), micro.plans)
+    return micros

@@ -5,6 +5,7 @@ models.py       selects the backend by name; builds the models that an algorithm
 learner.py      updates a model, in the same way for every backend
 grad_guard.py   skips non-finite optimizer steps, detects spikes of the gradient norm, scales the loss in float16
 optimizer.py    AdamW and its learning rate schedule
+forward_plan.py plans a forward in host memory: tree, positions, the rows of the head
 heads.py        computes logp and entropy, or a value, for every token of a pack
 self_check.py   finds the fastest correct way to run a model: packed, or one sequence per forward
 probe.py        measures how much a way to run a model differs from plain transformers

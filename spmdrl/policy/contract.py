@@ -95,15 +95,17 @@ class Objective(Protocol):
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
         """Return the summed loss of one micro-batch, without communication.
 
-        first_T, second_T: the head's two numbers for each token, with gradient. For a language model these are logp and
+        micro: the micro-batch, on the device of first_T, without the columns that only forwards read. first_T,
+        second_T: the head's two numbers for each token, with gradient. For a language model these are logp and
         `second`, for a critic the value and 0. shared: the result of `prepare`.
         """
         ...
 
-    def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | HeadFunction | None:
+    def token_loss(self, micro: Batch, shared: Any) -> TokenLoss | HeadFunction | None:
         """Return the same loss in a form for heads that compute logp chunk by chunk; None if it depends on whole packs.
 
-        If the result is a `HeadFunction`, its numbers are the two that `loss` then receives for the statistics.
+        micro: as in `loss`. If the result is a `HeadFunction`, its numbers are the two that `loss` then receives for
+        the statistics.
         """
         return None
 

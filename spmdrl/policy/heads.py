@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from spmdrl.data.batch import Batch
-from spmdrl.data.tree import plan_tree
-from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.packing import Packing, over
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
+from spmdrl.policy.forward_plan import ForwardPlan, HeadRows, plan_forward
 from spmdrl.policy.mixers import layers, rotary
+from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 from spmdrl_kernels.linear import wide
@@ -37,7 +37,7 @@ def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tenso
 
     A token's noise depends on its seed only, so it is the same in every layout.
     """
-    seed_T, scale_T = (part.mine(x.to(like.device)) for x in noise)
+    seed_T, scale_T = (part.mine(x) for x in noise)
     width = torch.arange(like.shape[-1], device=like.device)
     drawn = uniform(seed_T[:, None], width[None]) * 2 - 1
     return (drawn * scale_T.double()[:, None] / like.shape[-1] ** 0.5).to(like.dtype)[None]
@@ -50,6 +50,8 @@ class Packed(nn.Module):
     """
 
     hf: Any
+    before = True
+    """True if the head gets the state before a token, which predicts it, instead of the state after it."""
 
     def __init__(
         self, hf: nn.Module, attention: str = "auto", group: dist.ProcessGroup | None = None, share: bool = False
@@ -58,67 +60,57 @@ class Packed(nn.Module):
         super().__init__()
         self.hf, self.attention, self.group = hf, attention, group
         self.form: Form = "tree" if share else "packed"
+        self.vocabulary: int = self.hf.get_input_embeddings().weight.shape[0]
         layers.install(hf)
         self.moving = rotary.install(hf)
 
-    def run(
+    def plan(
         self,
         tokens_T: torch.Tensor,
         lengths_B: torch.Tensor,
         mask_T: torch.Tensor,
-        before: bool,
-        experts_TLK: torch.Tensor | None = None,
-        noise: Noise | None = None,
         begins_B: torch.Tensor | None = None,
-        runs: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
-        """Run a pack; return the indices of tokens under the mask in this rank's slice, int64 [n], their states [n, D],
-        and the slice.
+        experts_TLK: torch.Tensor | None = None,
+        before: bool | None = None,
+    ) -> ForwardPlan:
+        """Plan a forward in this module's form. Arguments as in `plan_forward`; before: None for that of the head."""
+        assert self.form != "apart" or experts_TLK is None, "self_check.py refuses routing replay in this form"
+        before = self.before if before is None else before
+        pack = tokens_T, lengths_B, mask_T, before, None if self.form == "apart" else self.group
+        return plan_forward(*pack, self.shares(lengths_B), begins_B, experts_TLK)
 
-        tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: whether to return the state before a token,
-        which predicts it, instead of the state after it. experts_TLK: [T, L, K], experts that routers must choose; -1
-        (FREE) lets the router choose (`hub/routing.py`). noise: noise to add to embeddings; not possible with shared
-        prompts. begins_B: bool [B], False for a sequence that is a further path of the previous sequence's episode
-        (`data/tree.py`); None: no episode has several paths. runs: number of forwards in the form `apart`, at least B;
-        all ranks that shard the weights must run the same number, because each forward all-gathers the weights.
+    def shares(self, lengths_B: torch.Tensor) -> bool:
+        """Return True if a pack of sequences of these lengths runs shared tokens once."""
+        return self.form == "tree" and rotary.alike(self.moving, lengths_B.tolist())
+
+    def run(self, plan: ForwardPlan, noise: Noise | None = None, forwards: int = 0) -> tuple[torch.Tensor, HeadRows]:
+        """Run a pack; return the states [n, D] of the tokens under the mask in this rank's slice, and these tokens.
+
+        noise: noise to add to embeddings, on the device; not possible with shared prompts. forwards: number of forwards
+        in the form `apart`, at least B; all ranks that shard the weights must run the same number, because each forward
+        all-gathers the weights.
         """
         device = next(self.hf.parameters()).device
-        tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
-        begins_B = None if begins_B is None else begins_B.cpu()
-        rows = torch.nonzero(mask_T).flatten()
+        part, (ids, positions, experts, head) = (
+            plan.part,
+            to_device((plan.ids_S[None], plan.positions_S[None], plan.experts_SLK, plan.head), device),
+        )
         if self.form == "apart":
-            assert experts_TLK is None, "self_check.py refuses routing replay in this form"
-            states = self._apart(tokens_T.to(device), lengths_B.tolist(), noise, runs)
-            inside = (rows - int(before)).to(device)
-            return rows.to(device), states.index_select(0, inside), TokenSlice(len(tokens_T))
-        shares = self.form == "tree" and rotary.alike(self.moving, lengths_B.tolist())
-        tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK) if shares else None
-        if tree is None:
-            lengths, parents, inside = lengths_B.tolist(), [-1] * len(lengths_B), rows - int(before)
-            positions = torch.cat([torch.arange(n) for n in lengths])
-        else:
-            lengths, parents = tree.lengths, tree.parents
-            tokens_T, positions, inside = tokens_T[tree.keep], tree.positions, tree.place[rows - int(before)]
-            experts_TLK = None if experts_TLK is None else experts_TLK[tree.keep]
-        part = TokenSlice(sum(lengths), self.group)
-        packing = Packing(lengths, parents, device, self.attention, part)
-        if experts_TLK is not None:
-            # `mine` pads with 0. After the shift by FREE the padding is FREE, so routers choose the experts of padding.
-            packing.experts = part.mine(experts_TLK.to(device) - FREE) + FREE
-        ids = part.mine(tokens_T.to(device))[None]
+            states = self._apart(ids[0], plan.lengths, noise, forwards)
+            return states.index_select(0, head.states), head
+        packing = Packing(plan.lengths, plan.parents, device, self.attention, part, experts, plan.layouts)
         given: dict[str, Any] = {"input_ids": ids}
         if noise is not None:
-            assert tree is None, "noise excludes shared prompts"
+            assert packing.roots == len(plan.lengths), "noise excludes shared prompts"
             embedded = self.hf.get_input_embeddings()(ids)
             given = {"inputs_embeds": embedded + _noise_of(noise, part, embedded)}
         with over(packing):
             states = self.hf.base_model(
-                **given, position_ids=part.mine(positions.to(device))[None], use_cache=False, packing=packing
+                **given, position_ids=positions, use_cache=False, packing=packing
             ).last_hidden_state[0]
-        here, at = part.within(inside)
-        return rows[here].to(device), states.index_select(0, at.to(device)), part
+        return states.index_select(0, head.states), head
 
-    def _apart(self, tokens_T: torch.Tensor, lengths: list[int], noise: Noise | None, runs: int) -> torch.Tensor:
+    def _apart(self, tokens_T: torch.Tensor, lengths: list[int], noise: Noise | None, forwards: int) -> torch.Tensor:
         """Return the states [T, D] of a pack whose sequences run one by one in plain forwards of the HF model."""
         given: list[dict[str, torch.Tensor]] = [{"input_ids": ids[None]} for ids in tokens_T.split(lengths)]
         if noise is not None:
@@ -126,15 +118,15 @@ class Packed(nn.Module):
             embedded = embedded + _noise_of(noise, TokenSlice(len(tokens_T)), embedded)
             given = [{"inputs_embeds": part} for part in embedded.split(lengths, 1)]
         states = [self.hf.base_model(**each, use_cache=False).last_hidden_state[0] for each in given]
-        for _ in range(runs - len(lengths)):
+        for _ in range(forwards - len(lengths)):
             # No state of this forward is used, but its backward must run, because ranks with more sequences run theirs.
             states.append(self.hf.base_model(input_ids=tokens_T[None, :2], use_cache=False).last_hidden_state[0, :0])
         return torch.cat(states)
 
-    def states(self, tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-        """Return the states [T, D] after the tokens of a pack, zeros where mask_T is False; used by `probe.py`."""
-        rows, states, part = self.run(tokens_T, lengths_B, mask_T, before=False)
-        return part.total(at_rows(rows, states, len(tokens_T)))[0]
+    def states(self, plan: ForwardPlan) -> torch.Tensor:
+        """Return the states [T, D] that a plan's head gets, zeros where the mask is False; used by `probe.py`."""
+        states, head = self.run(plan)
+        return plan.part.total(at_rows(head.rows, states, plan.tokens))[0]
 
     def plain(self, ids_n: torch.Tensor) -> torch.Tensor:
         """Return the states [1, n, D] of one sequence from the plain forward of the HF model; used by `probe.py`."""
@@ -211,26 +203,25 @@ class PackedLM(Packed):
         super().__init__(hf, *args, **kwargs)
         config = self.hf.config.get_text_config()
         self.softcap, self.logit_divisor = softcap_of(config), divisor_of(config)
+        self.vocabulary = min(self.vocabulary, self.hf.get_output_embeddings().weight.shape[0])
 
     def forward(
         self,
-        tokens_T: torch.Tensor,
-        lengths_B: torch.Tensor,
-        mask_T: torch.Tensor,
+        plan: ForwardPlan,
         temperature: float,
         second: Second = "entropy",
         token_loss: TokenLoss | HeadFunction | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return logp and `second` [T] (float32, float64 for float64 models), 0 where mask_T is False.
+        """Return logp and `second` [T] (float32, float64 for float64 models), 0 where the plan's mask is False.
 
-        mask_T: must be False on the first token of each sequence. token_loss: if given, a third result is the loss of
-        this rank's rows, a scalar with gradient, and the first two have no gradient. A `HeadFunction` computes all of
-        its results. more: further arguments of `run`.
+        plan: the mask must be False on the first token of each sequence. token_loss: if given, a third result is the
+        loss of this rank's rows, a scalar with gradient, and the first two have no gradient. A `HeadFunction` computes
+        all of its results. more: further arguments of `run`.
         """
         # The head gets the states that predict the tokens under the loss mask, and no other rows.
-        rows, states, part = self.run(tokens_T, lengths_B, mask_T, True, **more)
-        tokens, targets = len(tokens_T), tokens_T.to(rows.device)[rows]
+        states, head = self.run(plan, **more)
+        tokens, part, rows, targets = plan.tokens, plan.part, head.rows, head.targets
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
         # Mamba models sum the outputs of their layers in float32, so their states must be cast to the head's type.
         states = states.to(weight.dtype)
@@ -269,13 +260,11 @@ class PackedScalar(Packed):
     def __init__(self, hf: nn.Module, *args: Any, after: bool = False, **kwargs: Any):
         """after: use the state after a token (reward model) instead of the state before it (critic)."""
         super().__init__(hf, *args, **kwargs)
-        self.after = after
+        self.before = not after
 
     def forward(
         self,
-        tokens_T: torch.Tensor,
-        lengths_B: torch.Tensor,
-        mask_T: torch.Tensor,
+        plan: ForwardPlan,
         temperature: float,
         second: Second = "entropy",
         **more: Any,
@@ -285,10 +274,10 @@ class PackedScalar(Packed):
         Numbers outside the mask are 0. With L > 1 labels both results are [T, L]. temperature and second have no
         effect. more: further arguments of `run`.
         """
-        rows, states, part = self.run(tokens_T, lengths_B, mask_T, not self.after, **more)
+        states, head = self.run(plan, **more)
         value = self.hf.score(states)
         value = value[:, 0] if value.shape[1] == 1 else value
-        (value_T,) = part.total(at_rows(rows, value.to(wide(value)), len(tokens_T)))
+        (value_T,) = plan.part.total(at_rows(head.rows, value.to(wide(value)), plan.tokens))
         return value_T, value_T.detach() * 0
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:

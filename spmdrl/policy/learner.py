@@ -19,11 +19,13 @@ from spmdrl.policy.contract import Head, HeadFunction, Objective, Second, Shared
 from spmdrl.policy.grad_guard import AnomalousStep, Guard, LossScale, SummedLoss
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
+from spmdrl.spmd.copies import on_host
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.reshard import Piece, catalogue
+from spmdrl_kernels import raise_deferred
 
 
 class Learner:
@@ -96,14 +98,8 @@ class Learner:
         check_same(batch, self.world.sp_group, self.world.device)
         budget = self.cfg.policy.max_tokens_per_microbatch
         units = units_of(batch, budget, self.share)
-        count = torch.tensor([microbatch_count(torch.tensor([u.tokens for u in units]), budget)])
-        count = int(all_reduce(count.to(self.world.device), "max", self.world.data_group))
+        count = self.world.data_peers.most(microbatch_count(torch.tensor([u.tokens for u in units]), budget))
         return microbatches(batch, -(-count // self.multiple) * self.multiple, budget, units)
-
-    def _placed(self, batch: Batch) -> list[Batch]:
-        """Split a batch into micro-batches whose column `place` is the index of each token in the batch."""
-        token = dict(batch.token, place=torch.arange(batch.n_tokens))
-        return self.microbatches(Batch(batch.lengths, token, batch.seq))
 
     @torch.no_grad()
     def logprobs(
@@ -111,21 +107,21 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implements `Policy.logprobs`."""
         shape = (batch.n_tokens,) if self.labels == 1 else (batch.n_tokens, self.labels)
-        out = torch.zeros(2, *shape, dtype=self.master)
-        micros = self._placed(batch)
-        for micro, numbers in zip(micros, self.numbers(micros, temperature, second), strict=True):
-            if len(micro):
-                out[:, micro.token["place"]] = torch.stack(list(numbers)).to("cpu", self.master)
-        return out[0], out[1]
+        found = self.read(batch, temperature, second=second) or (torch.zeros(shape), torch.zeros(shape))
+        return found[0].to(self.master), found[1].to(self.master)
 
     @torch.no_grad()
-    def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """Implements `Policy.read`."""
-        micros, out = self._placed(batch), []
-        for micro, numbers in zip(micros, self.numbers(micros, temperature, function=function), strict=True):
+    def read(
+        self, batch: Batch, temperature: float, function: HeadFunction | None = None, second: Second = "entropy"
+    ) -> tuple[torch.Tensor, ...]:
+        """Implements `Policy.read`; without a function, return the head's two numbers."""
+        micros = self.microbatches(batch.like(place=torch.arange(batch.n_tokens)))
+        out: list[torch.Tensor] = []
+        for micro, numbers in zip(micros, on_host(self.numbers(micros, temperature, second, function)), strict=True):
             out = out or [torch.zeros(batch.n_tokens, *x.shape[1:], dtype=x.dtype) for x in numbers]
             for into, x in zip(out, numbers if len(micro) else (), strict=len(micro) > 0):
-                into[micro.token["place"]] = x.cpu()
+                into[micro.token["place"]] = x
+        raise_deferred()
         return tuple(out)
 
     def values(self, batch: Batch) -> torch.Tensor:
@@ -145,9 +141,9 @@ class Learner:
         assert not (lacking := objective.columns - batch.columns), f"the batch lacks {sorted(lacking)}"
         metrics, before = Metrics(), self.updates_done
         for index in range(steps):
-            share = batch.select(torch.nonzero(batch.seq["update"] == index).flatten())
+            share = batch.kept(batch.seq["update"] == index)
             shared = objective.prepare(share, index)
-            runs = share if shared.active is None else share.select(torch.nonzero(shared.active).flatten())
+            runs = share if shared.active is None else share.kept(shared.active)
             micros = self.microbatches(runs)
             summed: Any = SummedLoss(objective, torch.zeros((), dtype=torch.float64, device=self.world.device))
             stats = self.gradient(micros, summed, shared)
@@ -170,6 +166,7 @@ class Learner:
         """
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
+        raise_deferred()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
         bad = bool(all_reduce(bad, "max", self.world.training_group))
         facts = self.updates_done, self.version, norm, not bad, self.guard.median, on_policy

@@ -18,6 +18,7 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.data.tree import plan_tree
 from spmdrl.health.causes import of_the_machine
 from spmdrl.policy.attention.packed import own_attention, with_attention
+from spmdrl.policy.forward_plan import ForwardPlan
 from spmdrl.policy.heads import Form
 from spmdrl.spmd.exchange import all_reduce
 
@@ -199,9 +200,13 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
     device, lengths = pack.device, torch.tensor(LENGTHS)
     ends = lengths.cumsum(0).tolist()
     mask, third = torch.ones(len(pack), dtype=torch.bool), slice(ends[1], ends[2])
+
+    def plan(tokens: torch.Tensor) -> ForwardPlan:
+        return policy.model.plan(tokens.cpu(), lengths, mask, before=False)
+
     if form == "apart":
         with torch.no_grad():
-            states = policy.model.states(pack, lengths, mask.to(device))
+            states = policy.model.states(plan(pack))
         found.states = difference(states, torch.cat(expected.states), dtype)
         found.add("states differ by", found.states, FORWARD[dtype])
         return
@@ -213,7 +218,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
         assert tree is not None
         place = tree.place
     with _Embedded(policy.model.hf) as embedded:
-        states = policy.model.states(pack, lengths, mask.to(device))
+        states = policy.model.states(plan(pack))
         gradient = embedded.gradient(_read(states[third]))
     states = states.detach()
     computed = mask.to(device)
@@ -236,7 +241,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
         first, second, _ = sequences(policy.hf_config, device, turn)
         other = torch.cat([first, expected.tokens[1][:PREFIX], second[PREFIX:], expected.tokens[2]])
         with torch.no_grad():
-            changed = policy.model.states(other, lengths, mask.to(device))
+            changed = policy.model.states(plan(other))
         changes.append(_off(changed[third], states[third])[mask[third]])
     routed = dtype.itemsize == 2 and any("expert" in name for name, _ in policy.model.hf.named_modules())
     most = ROUTED if routed else LEAK[dtype]

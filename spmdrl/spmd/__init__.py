@@ -14,5 +14,6 @@ lockstep.py    debug mode: names the lines at which ranks run different collecti
 agreement.py   checks once a step that ranks ran equally many collectives and have equal values
 gloo.py        all-gather and reduce-scatter on gloo by direct sends
 checksum.py    checksums of tensors
+copies.py      copies tensors to and from a device without letting it run out of work
 storage.py     moves tensors off their device and back
 """

@@ -20,6 +20,13 @@ class Peers:
         """Sum a tensor over the ranks; the result is on the device. Collective."""
         return all_reduce(x.to(self.device), "sum", self.group)
 
+    def most(self, number: int) -> int:
+        """Return the largest of the ranks' numbers. Collective."""
+        if self.group is None:
+            return number
+        # The tensor is filled on the device. A copy from the host would make it wait for the device.
+        return int(all_reduce(torch.full((), number, device=self.device), "max", self.group))
+
     def rows(self, x_nK: torch.Tensor) -> list[torch.Tensor]:
         """Gather the rows of every rank, on the device, in rank order. Collective."""
         return all_gather_rows(x_nK.to(self.device), self.group)

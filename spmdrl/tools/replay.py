@@ -202,7 +202,7 @@ def _part_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: An
     one = _episode(batch, index)
     with torch.no_grad():
         first_T, second_T = next(iter(policy.numbers([one], objective.temperature, "entropy")))
-        value = objective.loss(one, first_T, second_T, shared).loss.item()
+        value = objective.loss(one.to(first_T.device), first_T, second_T, shared).loss.item()
     mask_T, moved = one.token["mask"], math.nan
     old_T = one.token.get("old_logp", one.token["rollout_logp"])
     if mask_T.any():

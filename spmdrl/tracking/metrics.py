@@ -54,11 +54,12 @@ class Metrics:
         _, most, _ = self._entry(name, "max", -math.inf)
         value = _double(value)
         if isinstance(value, torch.Tensor) or isinstance(most, torch.Tensor):
-            value, most = torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(most, dtype=torch.float64)
-            device = value.device if value.device.type != "cpu" else most.device
-            largest = torch.maximum(
-                torch.nan_to_num(value.to(device), nan=math.inf, posinf=math.inf, neginf=-math.inf), most.to(device)
+            # A number becomes a tensor on the other's device by a fill, not by a copy, which would wait for the device.
+            value, most = (
+                x if isinstance(x, torch.Tensor) else y.new_full((), x)  # type: ignore[union-attr]
+                for x, y in ((value, most), (most, value))
             )
+            largest = torch.maximum(torch.nan_to_num(value, nan=math.inf, posinf=math.inf, neginf=-math.inf), most)
         else:
             largest = max(math.inf if math.isnan(value) else value, most)
         self._entries[name] = ("max", largest, 0.0)
@@ -74,7 +75,8 @@ class Metrics:
 
     def dump(self) -> list[tuple[str, str, float, float]]:
         """Return all entries as rows (name, kind, total, weight), which `load` reads. This waits for the device."""
-        return [(name, kind, float(total), float(weight)) for name, (kind, total, weight) in self._entries.items()]
+        read = iter(_read([part for _, *parts in self._entries.values() for part in parts]))
+        return [(name, kind, next(read), next(read)) for name, (kind, *_) in self._entries.items()]
 
     def load(self, rows: list[tuple[str, str, float, float]]) -> None:
         """Add the entries that `dump` of another accumulator returned."""
@@ -120,7 +122,7 @@ class Metrics:
         # A digest of 48 bits is exact in fp64. Its largest and smallest value over ranks are equal if all ranks agree.
         text = "\n".join(f"{entries[name][0]} {name}" for name in names)
         digest = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
-        head = [digest, -digest, *(float(entries[name][1]) for name in maxima)]
+        head = [digest, -digest, *_read([entries[name][1] for name in maxima])]
         head_64 = torch.full((2 + MOST_MAXIMA,), -math.inf, dtype=torch.float64)
         head_64[: len(head)] = torch.tensor(head, dtype=torch.float64)
         head_64 = head_64.to(device)
@@ -134,7 +136,7 @@ class Metrics:
 
         results = {name: value for name, value in zip(maxima, largest[2:], strict=False) if value != -math.inf}
         if summed:
-            flat = [float(part) for name in summed for part in entries[name][1:]]
+            flat = _read([part for name in summed for part in entries[name][1:]])
             sums_2N = torch.tensor(flat, dtype=torch.float64).to(device)
             all_reduce(sums_2N, "sum")
             totals = sums_2N.tolist()
@@ -145,6 +147,13 @@ class Metrics:
                 elif weight != 0:
                     results[name] = total / weight
         return dict(sorted(results.items()))
+
+
+def _read(numbers: list[float | torch.Tensor]) -> list[float]:
+    """Return numbers as floats; those on a device are read together, in one wait."""
+    away = [x for x in numbers if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    read = iter(torch.stack(away).tolist() if away else ())
+    return [next(read) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else float(x) for x in numbers]
 
 
 def _double(value: float | torch.Tensor) -> float | torch.Tensor:

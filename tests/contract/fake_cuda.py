@@ -52,6 +52,7 @@ from tests.contract.fake_labels import (
     typed,
 )
 from tests.contract.fake_streams import Copies, Event, Stream
+from tests.contract.fake_waits import DATA, Waits
 
 MAY_MIX = ("aten.copy_", "aten._to_copy", "aten.set_", "aten._local_scalar_dense", "aten.record_stream")
 INDEXED = ("aten.index.", "aten.index_put", "aten._index_put_impl_", "aten._unsafe_index")
@@ -87,10 +88,14 @@ class FakeCuda(TorchDispatchMode):
         super().__init__()
         self.calls: list[str] = []
         """Names of the functions of torch.cuda that were called."""
-        self.copies = Copies()
+        self.waits = Waits()
+        """The calls so far that would make the host wait for a GPU."""
+        self.copies = Copies(self.waits)
         self.host_groups: set[str] = set()
         self.collectives: list[tuple[str, str]] = []
         """Operation and device of the tensors of every collective."""
+        self.gathered: set[int] = set()
+        """Memory of their tensors. gloo, which stands in for NCCL, copies results to it from buffers of its own."""
         if dist.is_initialized():
             self.host_groups |= {g.group_name for g in dist.distributed_c10d._world.pg_map if g != dist.group.WORLD}
 
@@ -113,12 +118,17 @@ class FakeCuda(TorchDispatchMode):
             self._refuse_mixture(name, args, tensors)
         if "cuda" in labels and torch.are_deterministic_algorithms_enabled():
             _refuse_chance(name, args, kwargs)
+        if "cuda" in labels and func.namespace == "aten":
+            self.waits.operation(name, args, kwargs)
+            self.copies.given += not func.is_view
         copies = name.startswith("aten.copy_")
         for x in tensors if self.copies.waiting and not copies and not func.is_view else ():
             if place(x) == "cpu":
                 self.copies.check(x, name)
         if copies and self.copies.give(*args[:2], kwargs.get("non_blocking", args[2] if len(args) > 2 else False)):
             return args[0]
+        if copies and storage_of(args[0])._cdata not in self.gathered:
+            self.waits.copy(place(args[1]), place(args[0]), False, False)
         out = _wide(*args, **kwargs) if name in WIDE else func(*args, **kwargs)
         known = "cuda" if "cuda" in labels else "cpu" if labels or not _is_factory(func) else None
         for x in tree_leaves(out):
@@ -145,6 +155,7 @@ class FakeCuda(TorchDispatchMode):
             if (place(x) or wanted) != wanted:
                 raise MixedDevicesError(f"{name}: a tensor on {place(x)} in a group of {wanted} tensors")
             on(x, wanted)
+            self.gathered.add(storage_of(x)._cdata)
         self.collectives.append((name.split(".")[1], wanted))
 
     # ── what Python sees ─────────────────────────────────────────────────────
@@ -170,21 +181,22 @@ class FakeCuda(TorchDispatchMode):
         yield tensor, "is_cpu", property(lambda t: t.device.type == "cpu")
         yield tensor, "get_device", lambda t: -1 if t.device.type == "cpu" else 0
         yield storage, "device", property(lambda s: CUDA if label_of(s) == "cuda" else STORAGE_DEVICE.__get__(s))
-        yield tensor, "to", moved
+        yield tensor, "to", lambda t, *a, **k: self._moved(t, *a, **k)
         yield tensor, "type", typed(tensor.type)
-        yield tensor, "cpu", lambda t, *a, **k: moved(t, HOST)
-        yield tensor, "cuda", lambda t, *a, **k: moved(t, CUDA)
+        yield tensor, "cpu", lambda t, *a, **k: self._moved(t, HOST)
+        yield tensor, "cuda", lambda t, *a, **k: self._moved(t, CUDA)
+        yield tensor, "tolist", self._listed(tensor.tolist)
         yield tensor, "is_pinned", lambda t, *a: getattr(storage_of(t), "_pinned", False)
-        yield tensor, "pin_memory", lambda t, *a: pinned(t.clone())
+        yield tensor, "pin_memory", lambda t, *a: t if t.is_pinned() else pinned(t.clone())
         yield tensor, "record_stream", lambda t, stream: None
         yield tensor, "numpy", to_numpy(tensor.numpy)
         yield tensor, "__array__", to_numpy(tensor.__array__)
         for name in FACTORIES:
-            yield torch, name, factory(getattr(torch, name))
+            yield torch, name, self._made(factory(getattr(torch, name)))
         for name in LIKE:
             yield torch, name, factory(getattr(torch, name), True)
         for name in NEW:
-            yield tensor, name, factory(getattr(tensor, name), True)
+            yield tensor, name, self._made(factory(getattr(tensor, name), True))
         yield torch.version, "cuda", "13.0"
         yield torch, "Generator", HostGenerator
         yield torch._C, "_cuda_getDevice", lambda: 0
@@ -199,6 +211,36 @@ class FakeCuda(TorchDispatchMode):
         yield dist, "get_backend", lambda group=None: self._backend(group)
         yield dist, "init_process_group", self._init_group(dist.init_process_group)
         yield dist, "batch_isend_irecv", lambda ops: [_post(op) for op in ops]
+
+    def _moved(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = moved(tensor, *args, **kwargs)
+        if place(out) != place(tensor):
+            arguments = [x for x in args if not isinstance(x, torch.Tensor)]
+            later = torch._C._nn._parse_to(*arguments, **{k: v for k, v in kwargs.items() if k != "copy"})[2]
+            self.waits.copy(place(tensor), place(out), later, tensor.is_pinned())
+        return out
+
+    def _listed(self, real: Callable) -> Callable:
+        def tolist(tensor):
+            # A number is read by an operation, which counts.
+            if place(tensor) == "cuda" and tensor.dim():
+                self.waits.add("tolist")
+            return real(tensor)
+
+        return tolist
+
+    def _made(self, make: Callable) -> Callable:
+        if make.__name__ not in DATA:
+            return make
+
+        @functools.wraps(make)
+        def made(*args, **kwargs):
+            out = make(*args, **kwargs)
+            if place(out) == "cuda" and not (args and isinstance(args[0], torch.Tensor) and place(args[0]) == "cuda"):
+                self.waits.add("to the device")
+            return out
+
+        return made
 
     def _module(self) -> dict[str, Any]:
         """Functions of torch.cuda, as far as the program and FSDP2 call them."""

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.contract.fake_labels import place, storage_of
+from tests.contract.fake_waits import Waits
 
 GARBAGE = 0xA5
 """Bytes that stand in pinned memory before a copy to it is done."""
@@ -53,8 +54,11 @@ class Copy:
 class Copies:
     """Copies that nobody has waited for, and the stream to which the next one goes."""
 
-    def __init__(self):
+    def __init__(self, waits: Waits):
         self.waiting: list[Copy] = []
+        self.waits = waits
+        self.given = 0
+        """Number of operations that the device was given."""
         self.current = self.default = Stream(copies=self)
 
     def give(self, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> bool:
@@ -93,6 +97,7 @@ class Copies:
 
     def synchronize(self, *_: Any) -> None:
         """Performs all waiting copies (`torch.cuda.synchronize`)."""
+        self.waits.add("synchronize")
         self.finish(self.waiting)
 
     @contextmanager
@@ -119,11 +124,12 @@ class Stream:
 
     def synchronize(self) -> None:
         """Performs all copies that this stream was given."""
+        self.copies.waits.add("synchronize")
         self.copies.finish(self._before())
 
     def query(self) -> bool:
         """Returns True: the work is done when somebody asks."""
-        self.synchronize()
+        self.copies.finish(self._before())
         return True
 
     def wait_stream(self, other: "Stream") -> None:
@@ -150,10 +156,12 @@ class Event:
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.before: list[Copy] = []
+        self.given = 0
 
     def record(self, stream: Stream | None = None) -> None:
         """Records the copies that the stream was given so far."""
         self.before = (stream or self.copies.current)._before()
+        self.given = self.copies.given
 
     def wait(self, stream: Stream | None = None) -> None:
         """Orders later work of the stream after this event."""
@@ -161,11 +169,16 @@ class Event:
 
     def synchronize(self) -> None:
         """Performs the copies that this event stands for."""
+        if self.given == self.copies.given:
+            self.copies.waits.add("synchronize")
+        self._finish()
+
+    def _finish(self) -> None:
         self.copies.finish(c for c in self.copies.waiting if c in self.before)
 
     def query(self) -> bool:
         """Returns True: the work is done when somebody asks."""
-        self.synchronize()
+        self._finish()
         return True
 
 

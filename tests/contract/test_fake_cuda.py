@@ -17,6 +17,7 @@ from spmdrl.engines.hf.engine import sample
 from spmdrl.session.meter import Meter
 from spmdrl.spmd import storage
 from spmdrl.spmd.checksum import digest, weighted_sum
+from spmdrl.spmd.copies import on_host, to_device
 from spmdrl.spmd.generators import generator_states, set_generator_states
 from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl_kernels import chunked_loss, linear_logprob, raise_deferred
@@ -366,3 +367,47 @@ def test_kernel_checks_of_values_on_a_gpu_do_not_wait(gpu, message, monkeypatch)
     LATE[message]()
     with pytest.raises(ValueError, match=message):
         linear_logprob(**head_inputs())
+
+
+WAITS: dict[str, Any] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.sum() > 0),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "equal": lambda x: torch.equal(x, x),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+    "numbers": lambda x: torch.tensor([1.0], device="cuda"),
+    "pageable memory": lambda x: torch.ones(3).to("cuda", non_blocking=True),
+    "a copy": lambda x: x.copy_(torch.ones(3)),
+    "an index of the host": lambda x: x[torch.tensor([0, 1])],
+    "the last event": lambda x: (event := torch.cuda.Event()).record() or event.synchronize(),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+NO_WAITS: dict[str, Any] = {
+    "pinned memory": lambda x: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
+    "to_device": lambda x: to_device((torch.ones(3), [torch.arange(2)]), CUDA),
+    "a fill": lambda x: torch.full((2,), 3.0, device="cuda"),
+    "an index": lambda x: x[torch.arange(2, device="cuda")],
+    "one number under a mask": lambda x: x.__setitem__(x > 0, 1.0),
+    "repeats of known size": lambda x: x.repeat_interleave(x.long(), output_size=3),
+    "an earlier event": lambda x: (event := torch.cuda.Event()).record() or x.add(1) is None or event.synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", [*WAITS, *NO_WAITS])
+def test_contract_of_the_fake_gpu_it_counts_waits_of_the_host(gpu, name):
+    x = torch.ones(3, device="cuda")
+    gpu.waits.clear()
+    (WAITS | NO_WAITS)[name](x)
+    assert [place for _, place in gpu.waits] == ["contract/test_fake_cuda.py:<lambda>"] * (name in WAITS)
+
+
+def test_copies_to_the_host_wait_while_the_device_has_work(gpu):
+    """Each copy is read after the next was begun, and only the last wait leaves the device without work."""
+    given = [torch.full((2,), float(i), device="cuda") for i in range(4)]
+    gpu.waits.clear()
+    seen = list(on_host((x * 2, x + 1) for x in given))
+    assert [[a[0].item(), b[0].item(), place(a)] for a, b in seen] == [[2.0 * i, i + 1.0, "cpu"] for i in range(4)]
+    assert gpu.waits == [("synchronize", "spmd/copies.py:_arrived")]

@@ -14,6 +14,7 @@ from spmdrl.hub.folder import TINY
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.varlen import KERNELS, attend, installed, lacking, make_runs, needs_of
 from spmdrl.policy.heads import PackedLM
+from spmdrl.spmd.copies import to_device
 from tests.unit.varlen_kernels import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,8 +28,8 @@ def test_packed_logp_on_gpu_equals_cpu():
     mask = torch.rand(len(tokens), generator=generator) < 0.7
     mask[torch.cumsum(lengths, 0) - lengths] = False
     model = PackedLM(build_model(TINY, torch.float32, False, attention.register()), "padded")
-    expected = model(tokens, lengths, mask, 0.7)
-    got = model.cuda()(tokens.cuda(), lengths, mask.cuda(), 0.7)
+    expected = model(model.plan(tokens, lengths, mask), 0.7)
+    got = model.cuda()(model.plan(tokens, lengths, mask), 0.7)
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
 
@@ -48,7 +49,7 @@ def test_attention_kernel_is_what_its_stand_in_says(kernel, window, widths):
     found = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         q, k, v = leaves = [x.to(device, dtype).requires_grad_() for x in whole]
-        runs = make_runs(queries, q.device, keys)
+        runs = to_device(make_runs(queries, keys), q.device)
         with pytest.MonkeyPatch.context() as patch:
             if device == "cpu":
                 stand_in(patch)
@@ -67,9 +68,9 @@ def test_shared_prompts_in_float32_build_no_mask(monkeypatch):
     lengths = torch.tensor([len(prompt) + 2 + i for i, prompt in enumerate(prompts)])
     mask = torch.cat([torch.arange(n) >= len(prompt) for n, prompt in zip(lengths.tolist(), prompts, strict=True)])
     model = PackedLM(build_model(TINY, torch.float32, False, attention.register()), "auto", share=True)
-    expected = model(tokens, lengths, mask, 0.7)
+    expected = model(model.plan(tokens, lengths, mask), 0.7)
     monkeypatch.setattr(attention, "_hidden", lambda *_: pytest.fail("a mask"))
-    got = model.cuda()(tokens.cuda(), lengths, mask.cuda(), 0.7)
+    got = model.cuda()(model.plan(tokens, lengths, mask), 0.7)
     (got[0].sum() + got[1].sum()).backward()
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
@@ -80,7 +81,7 @@ def test_liger_layers_are_the_same_model():
     from spmdrl.policy.fsdp.layers import use_liger
 
     tokens, lengths = torch.arange(3, 40).repeat(2), torch.tensor([37, 37])
-    mask = (torch.arange(74) % 37 > 0).cuda()
+    mask = torch.arange(74) % 37 > 0
     found = []
     for liger, dtype in ((False, torch.float64), (False, torch.float32), (True, torch.float32)):
         hf = build_model(TINY, torch.float32, False, attention.register()).to("cuda", dtype)
@@ -88,7 +89,7 @@ def test_liger_layers_are_the_same_model():
             use_liger(hf, "on", torch.device("cuda"), dtype)
             assert any("Liger" in type(m).__name__ or "liger" in m.forward.__module__ for m in hf.modules())
         model = PackedLM(hf, "padded")
-        logp, entropy = model(tokens.cuda(), lengths, mask, 1.0)
+        logp, entropy = model(model.plan(tokens, lengths, mask), 1.0)
         (logp * torch.linspace(-1, 1, 74, device="cuda") + entropy).sum().backward()
         found.append([logp.detach(), entropy.detach(), *(p.grad for p in model.parameters())])
     for exact, plain, other in zip(*found, strict=True):

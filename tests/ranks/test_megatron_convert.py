@@ -243,11 +243,14 @@ def run(models, layout, read):
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from spmdrl.policy.megatron.attention import make_packs
+    from spmdrl.data.batch import Batch
+    from spmdrl.policy.megatron.attention import make_packs, pack_on_device
 
     place = parallel_state.get_context_parallel_rank()
     data, copies = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    made = list(enumerate(make_packs(packs(), layout, place, torch.device("cpu"))))[data::copies]
+    batches = [Batch(n, {"tokens": x, "mask": torch.ones(len(x), dtype=torch.bool)}) for x, n in packs()]
+    made = [pack_on_device(pack, torch.device("cpu")) for pack in make_packs(batches, layout, place, before=True)]
+    made = list(enumerate(made))[data::copies]
 
     def step(data, model):
         i, pack = next(data)

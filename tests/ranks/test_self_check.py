@@ -117,7 +117,7 @@ def forms(world, paths: dict[str, str], hybrids: bool = True):
         for ids in tokens.split(lengths):
             logp = plain(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
             want.append(logp.gather(1, ids[1:, None])[:, 0])
-        got = built.model(tokens, torch.tensor(lengths), mask, 1.0, runs=3)[0]
+        got = built.model(built.model.plan(tokens, torch.tensor(lengths), mask), 1.0, forwards=3)[0]
         weight = torch.linspace(-1, 1, 22)[mask]
         (got[mask] * weight).sum().backward()
         (torch.cat(want) * weight).sum().backward()

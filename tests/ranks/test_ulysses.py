@@ -85,7 +85,7 @@ def run_head(model, lengths, second="entropy", group=None):
     tokens, mask = tokens_of(lengths)
     mask[1:2] = True
     model.zero_grad()
-    first, other = model(tokens, torch.tensor(lengths), mask, 0.7, second)
+    first, other = model(model.plan(tokens, torch.tensor(lengths), mask), 0.7, second)
     scalar(first, other).backward()
     named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     flat = all_reduce(torch.cat([g.flatten() for g in named.values()]), "sum", group)

@@ -28,6 +28,7 @@ from spmdrl.rl.compose import compose
 from spmdrl.rl.reading import Reading, reading_of, reduced
 from spmdrl.rl.retokenize import Rewriter
 from tests.ranks.cases import config
+from tests.unit.packs import run_pack
 from tests.unit.reward_folders import TEMPLATE, TEXT, bpe, classifier, said, written
 
 TOKENIZER = bpe(TEMPLATE)
@@ -401,7 +402,7 @@ def test_several_numbers_of_a_token_are_those_of_hugging_face(which, folders):
         hf.state_dict().keys()
         == empty_model(folders[which], torch.float64, head="score", labels=outputs).state_dict().keys()
     )
-    got, zeros = PackedScalar(hf, after=True)(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool), 1.0)
+    got, zeros = run_pack(PackedScalar(hf, after=True), tokens, lengths, torch.ones_like(tokens, dtype=torch.bool), 1.0)
     assert got.shape == zeros.shape == (len(tokens), outputs) and not zeros.any()
     for row, mine in zip(rows, got.split(lengths.tolist()), strict=True):
         want = said(folders[which], row)

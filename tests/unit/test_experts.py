@@ -174,29 +174,33 @@ def packed_case(family: str):
     g = torch.Generator().manual_seed(3)
     mask = torch.rand(sum(LENGTHS), generator=g) < 0.8
     mask[torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]] = False
-    return model, routers, PackedLM(model), (tokens(), torch.tensor(LENGTHS), mask, 0.7)
+    return model, routers, PackedLM(model), (tokens(), torch.tensor(LENGTHS), mask)
+
+
+def logp_of(ours, pack, experts_TLK=None):
+    return ours(ours.plan(*pack, experts_TLK=experts_TLK), 0.7)[0]
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_replay_of_the_same_weights_changes_nothing_and_of_others_keeps_the_choice(family):
     model, routers, ours, args = packed_case(family)
     with torch.no_grad():
-        plain, recorded = ours(*args)[0], routers.take()
-        replayed = ours(*args, experts_TLK=recorded)[0]
+        plain, recorded = logp_of(ours, args), routers.take()
+        replayed = logp_of(ours, args, recorded)
         assert (plain - replayed).abs().max() < 1e-12
         assert torch.equal(routers.take(), recorded)
         g = torch.Generator().manual_seed(5)
         for name, p in model.named_parameters():
             size = 0.05 if name.endswith(("mlp.gate.weight", "mlp.router.weight")) else 1e-4
             p.add_(torch.randn(p.shape, generator=g, dtype=p.dtype) * size)
-        free, moved = ours(*args)[0], routers.take()
-        kept = ours(*args, experts_TLK=recorded)[0]
+        free, moved = logp_of(ours, args), routers.take()
+        kept = logp_of(ours, args, recorded)
     flipped = (moved.sort(2)[0] != recorded.sort(2)[0]).any(2).sum()
     assert torch.equal(routers.take(), recorded) and flipped > 0
     assert (kept - plain).abs().mean() < 0.9 * (free - plain).abs().mean(), "the point of it"
     half = recorded.clone()
     half[::2] = FREE
-    ours(*args, experts_TLK=half)
+    logp_of(ours, args, half)
     assert torch.equal(routers.take()[1::2], recorded[1::2])
 
 
@@ -210,7 +214,7 @@ def test_replay_under_activation_checkpointing_has_the_same_gradient(family):
 
     def gradient():
         model.zero_grad()
-        sum((ours(*args, experts_TLK=x)[0] * (i + 1)).sum() for i, x in enumerate(prescribed)).backward()
+        sum((logp_of(ours, args, x) * (i + 1)).sum() for i, x in enumerate(prescribed)).backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     want = gradient()

@@ -9,6 +9,7 @@ from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.heads import PackedLM, PackedScalar
 from spmdrl_kernels import collision_probability
+from tests.unit.packs import run_pack
 
 LENGTHS = torch.tensor([7, 4, 9])
 TOKENS = torch.randint(3, 20, (20,), generator=torch.Generator().manual_seed(0))
@@ -38,7 +39,7 @@ def hidden_of(model, i: int) -> torch.Tensor:
 def test_a_reward_model_is_read_as_hugging_face_reads_it(classifier):
     folder, plain = classifier
     head = PackedScalar(build_model(folder, torch.float64, False, attention.register(), "score"), after=True)
-    got, zeros = head(TOKENS, LENGTHS, MASK, 1.0)
+    got, zeros = run_pack(head, TOKENS, LENGTHS, MASK, 1.0)
     assert not zeros.any() and not got[~MASK].any()
     for i in range(3):
         tokens = TOKENS[STARTS[i] : STARTS[i + 1]]
@@ -54,7 +55,7 @@ def test_a_reward_model_is_read_as_hugging_face_reads_it(classifier):
 def test_a_value_is_of_the_state_before_the_token(classifier):
     folder, plain = classifier
     head = PackedScalar(build_model(folder, torch.float64, False, attention.register(), "value"))
-    got, _ = head(TOKENS, LENGTHS, MASK, 1.0)
+    got, _ = run_pack(head, TOKENS, LENGTHS, MASK, 1.0)
     for i in range(3):
         want = (hidden_of(plain, i) @ plain.score.weight.T)[:, 0]
         torch.testing.assert_close(got[STARTS[i] + 1 : STARTS[i + 1]], want[:-1], rtol=1e-6, atol=1e-6)
@@ -64,7 +65,7 @@ def test_a_critic_that_starts_as_a_language_model_says_0_and_a_reward_model_must
     before = torch.get_rng_state()
     model = build_model(TINY, torch.float32, False, attention.register(), "value")
     assert torch.equal(torch.get_rng_state(), before)
-    assert not PackedScalar(model)(TOKENS, LENGTHS, MASK, 1.0)[0].any() and model.score.weight.shape[0] == 1
+    assert not run_pack(PackedScalar(model), TOKENS, LENGTHS, MASK, 1.0)[0].any() and model.score.weight.shape[0] == 1
     with pytest.raises(ValueError, match=r"score\.weight"):
         build_model(TINY, torch.float32, False, attention.register(), "score")
 
@@ -72,8 +73,8 @@ def test_a_critic_that_starts_as_a_language_model_says_0_and_a_reward_model_must
 @torch.no_grad()
 def test_collision_is_the_sum_of_squared_probabilities():
     hf = build_model(TINY, torch.float64, False, attention.register())
-    logp, collision = PackedLM(hf)(TOKENS, LENGTHS, MASK, 0.7, "collision")
-    assert torch.equal(logp, PackedLM(hf)(TOKENS, LENGTHS, MASK, 0.7)[0])
+    logp, collision = run_pack(PackedLM(hf), TOKENS, LENGTHS, MASK, 0.7, "collision")
+    assert torch.equal(logp, run_pack(PackedLM(hf), TOKENS, LENGTHS, MASK, 0.7)[0])
     plain = build_model(TINY, torch.float64, False, "sdpa")
     for i in range(3):
         p = torch.softmax(hidden_of(plain, i) @ plain.lm_head.weight.T / 0.7, -1)

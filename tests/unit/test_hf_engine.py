@@ -113,7 +113,7 @@ def test_parity_logp_of_a_model_whose_scores_are_capped(tmp_path):
         reply = done[i, 0].tokens
         tokens = torch.tensor(prompt + reply)
         mask = torch.arange(len(tokens)) >= len(prompt)
-        logp, _ = model(tokens, torch.tensor([len(tokens)]), mask, 1.0)
+        logp, _ = model(model.plan(tokens, torch.tensor([len(tokens)]), mask), 1.0)
         torch.testing.assert_close(torch.tensor(done[i, 0].logp), logp[mask].detach(), atol=1e-5, rtol=0)
 
 

@@ -19,6 +19,7 @@ from spmdrl.policy.attention.varlen import KERNELS, Needs, pick
 from spmdrl.policy.fsdp.layers import recompute
 from spmdrl.policy.heads import PackedLM
 from spmdrl.policy.mixers.layers import CARRIERS, OTHERS, rows_of
+from tests.unit.packs import run_pack
 from tests.unit.test_packed_forward import gradient, plainly, scalar
 from tests.unit.varlen_kernels import calls, stand_in
 
@@ -227,7 +228,7 @@ def assert_alone(plain, packed, model, tokens, lengths, mask, limit: float, tigh
     """Compares a pack with each of its sequences alone: logp, entropy and gradient."""
     want = plainly(plain, tokens, lengths, mask)
     want_gradient = gradient(plain, scalar(*want))
-    got = model(tokens, torch.tensor(lengths), mask, TEMPERATURE)
+    got = run_pack(model, tokens, torch.tensor(lengths), mask, TEMPERATURE)
     for a, b in zip(want, got, strict=True):
         assert (a - b).abs().max() < limit, (a - b).abs().max()
     got_gradient = gradient(packed, scalar(*got))
@@ -298,7 +299,7 @@ def test_sequences_share_tokens_where_all_have_the_same_frequencies(monkeypatch)
     )
     for replies, shared in (((2, 3), True), ((2, 30), False), ((28, 30), True)):
         tokens, lengths, mask = samples((9, replies))
-        PackedLM(packed, share=True)(tokens, torch.tensor(lengths), mask, 1.0)
+        run_pack(PackedLM(packed, share=True), tokens, torch.tensor(lengths), mask, 1.0)
         assert rows.pop() == len(tokens) - 9 * shared
 
 
@@ -312,9 +313,9 @@ def test_layout_recomputation_in_the_backward_finds_its_own_pack(family):
     for again in (False, True):
         if again:
             recompute(packed)
-        logp, entropy = model(tokens, torch.tensor(lengths), mask, 1.0)
+        logp, entropy = run_pack(model, tokens, torch.tensor(lengths), mask, 1.0)
         with torch.no_grad():
-            model(tokens[:20], torch.tensor([13, 7]), mask[:20], 1.0)
+            run_pack(model, tokens[:20], torch.tensor([13, 7]), mask[:20], 1.0)
         seen.append(gradient(packed, scalar(logp, entropy)))
     assert all(torch.allclose(seen[0][n], seen[1][n], rtol=1e-5, atol=1e-6) for n in seen[0])
 
@@ -358,7 +359,7 @@ def test_a_family_that_keeps_its_residual_in_float32_has_its_head_in_its_own_typ
     with torch.no_grad():
         want, got = (
             plainly(plain, tokens, lengths, mask)[0],
-            PackedLM(packed)(tokens, torch.tensor(lengths), mask, 0.7)[0],
+            run_pack(PackedLM(packed), tokens, torch.tensor(lengths), mask, 0.7)[0],
         )
     assert (want - got).abs().median() < 0.03
 

@@ -10,6 +10,7 @@ from spmdrl.policy.attention.varlen import Needs, pick
 from spmdrl.policy.fsdp.layers import recompute
 from spmdrl.policy.heads import PackedLM
 from tests.ranks.cases import float64_softmax
+from tests.unit.packs import run_pack
 from tests.unit.varlen_kernels import calls, stand_in
 
 SMALL = dict(
@@ -159,7 +160,7 @@ def test_layout_packed_forward_is_plain_hugging_face(family, monkeypatch):
             with monkeypatch.context() as patch:
                 if kind in kernels:
                     stand_in(patch)
-                got = ours(tokens, torch.tensor(lengths), mask, TEMPERATURE)
+                got = run_pack(ours, tokens, torch.tensor(lengths), mask, TEMPERATURE)
                 assert set(calls) == ({kind} & set(kernels)) and len(calls) in (0, SMALL["num_hidden_layers"])
                 calls.clear()
             for a, b in zip(want, got, strict=True):
@@ -180,12 +181,12 @@ def test_layout_activation_checkpointing_changes_nothing(family):
     ours = PackedLM(packed)
     tokens, mask = tokens_of(LENGTHS["very uneven"])
     lengths = torch.tensor(LENGTHS["very uneven"])
-    off = ours(tokens, lengths, mask, 1.0)
+    off = run_pack(ours, tokens, lengths, mask, 1.0)
     want = gradient(packed, scalar(*off))
     calls = []
     packed.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     recompute(packed)
-    on = ours(tokens, lengths, mask, 1.0)
+    on = run_pack(ours, tokens, lengths, mask, 1.0)
     got = gradient(packed, scalar(*on))
     assert len(calls) == 2  # it did run twice
     assert all(torch.equal(a, b) for a, b in zip(off, on, strict=True))
@@ -202,18 +203,18 @@ def test_layout_windows_and_caps_are_not_decoration():
         ("gemma2", "final_logit_softcapping"),
     ):
         _, packed = pair(family)
-        base = PackedLM(packed)(tokens, lengths, mask, 1.0)[0].detach()
+        base = run_pack(PackedLM(packed), tokens, lengths, mask, 1.0)[0].detach()
         setattr(packed.config, key, None)
         for module in packed.modules():
             if hasattr(module, key):
                 setattr(module, key, None)
-        assert (PackedLM(packed)(tokens, lengths, mask, 1.0)[0] - base).abs().max() > 1e-3, (family, key)
+        assert (run_pack(PackedLM(packed), tokens, lengths, mask, 1.0)[0] - base).abs().max() > 1e-3, (family, key)
 
 
 def test_a_model_whose_attention_gets_no_packing_is_refused():
     config = transformers.StableLmConfig(**SMALL)
     stablelm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register())
     with pytest.raises(ValueError, match="StableLmAttention gets no packing"):
-        PackedLM(stablelm)(torch.zeros(4, dtype=torch.int64), torch.tensor([4]), torch.arange(4) > 0, 1.0)
+        run_pack(PackedLM(stablelm), torch.zeros(4, dtype=torch.int64), torch.tensor([4]), torch.arange(4) > 0, 1.0)
     with pytest.raises(ValueError, match="flash-attn is not installed; use --policy.attention auto"):
         pick("flash", Needs(9, torch.float32, 8), frozenset())

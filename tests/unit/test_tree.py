@@ -15,6 +15,7 @@ from spmdrl.policy.attention.varlen import KERNELS
 from spmdrl.policy.heads import PackedLM, PackedScalar
 from spmdrl.spmd.balance import assign_balanced, assign_groups
 from tests.ranks.cases import VOCAB, branching_batch, small_model, synthetic_batch
+from tests.unit.packs import run_pack
 from tests.unit.varlen_kernels import calls, stand_in
 
 
@@ -108,7 +109,7 @@ def test_layout_shared_prompts_change_nothing(folders, family, kind, dtype, monk
             with monkeypatch.context() as patch:
                 if kind in KERNELS:
                     stand_in(patch)
-                logp, entropy = model(tokens, lengths, mask, 0.8)
+                logp, entropy = run_pack(model, tokens, lengths, mask, 0.8)
                 assert set(calls) == ({kind} & set(KERNELS) if share else set())
                 calls.clear()
             (coefficients[0] * logp + coefficients[1] * entropy).sum().backward()
@@ -125,7 +126,7 @@ def test_layout_shared_prompts_change_no_value(folders):
     torch.nn.init.normal_(hf.score.weight, generator=torch.Generator().manual_seed(0))
     tokens, lengths, mask, _ = pack(ragged())
     with torch.no_grad():
-        one, other = (PackedScalar(hf, share=share)(tokens, lengths, mask, 1.0)[0] for share in (False, True))
+        one, other = (run_pack(PackedScalar(hf, share=s), tokens, lengths, mask, 1.0)[0] for s in (False, True))
     assert one.abs().max() > 0.1 and (one - other).abs().max() < 1e-10
 
 
@@ -174,7 +175,7 @@ def test_layout_branches_change_nothing(folders, family, kind, monkeypatch):
         with monkeypatch.context() as patch:
             if kind in KERNELS:
                 stand_in(patch)
-            logp, entropy = model(tokens, lengths, mask, 0.8, begins_B=batch.begins)
+            logp, entropy = run_pack(model, tokens, lengths, mask, 0.8, begins=batch.begins)
             assert set(calls) == ({kind} & set(KERNELS) if share else set())
             calls.clear()
         (coefficients[0] * logp + coefficients[1] * entropy).sum().backward()
@@ -193,7 +194,7 @@ def test_layout_branches_change_no_value(folders):
     seen = []
     for share in (False, True):
         hf.zero_grad()
-        value = PackedScalar(hf, share=share)(tokens, lengths, mask, 1.0, begins_B=batch.begins)[0]
+        value = run_pack(PackedScalar(hf, share=share), tokens, lengths, mask, 1.0, begins=batch.begins)[0]
         (value * torch.linspace(-1, 1, len(value))).sum().backward()
         seen.append((value.detach(), hf.score.weight.grad.clone()))
     assert seen[0][0].abs().max() > 0.1
@@ -238,7 +239,7 @@ def test_the_tree_runs_fewer_tokens(folders):
     seen = []
     hook = hf.base_model.embed_tokens.register_forward_hook(lambda m, x, y: seen.append(x[0].numel()))
     for share in (False, True):
-        PackedLM(hf, share=share)(tokens, lengths, mask, 1.0)
+        run_pack(PackedLM(hf, share=share), tokens, lengths, mask, 1.0)
     hook.remove()
     assert seen == [batch.n_tokens, batch.n_tokens - 2 * 7 * 16]  # a prompt of 16 tokens runs once for 8 samples
 

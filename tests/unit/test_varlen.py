@@ -13,6 +13,7 @@ from spmdrl.policy.attention.packed import _hidden
 from spmdrl.policy.attention.packing import Packing, _classes
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import Needs, attend, make_runs, pick
+from spmdrl.spmd.copies import to_device
 from tests.unit import varlen_kernels
 from tests.unit.varlen_kernels import stand_in
 
@@ -69,7 +70,7 @@ def test_kernel_in_torch_takes_what_it_is_given(widths):
     q, k = torch.empty(7, 4, d, device="meta", dtype=BF16), torch.empty(6, 2, d, device="meta", dtype=BF16)
     v = torch.empty(6, 2, e, device="meta", dtype=BF16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    runs = make_runs([4, 3], q.device, [[(0, 4)], [(0, 3), (3, 3)]])
+    runs = to_device(make_runs([4, 3], [[(0, 4)], [(0, 3), (3, 3)]]), q.device)
     assert (runs.longest_q, runs.longest_k, runs.ends_q.dtype) == (4, 6, torch.int32)
     for window in (None, 3):
         out = attend("varlen", q, k, v, runs, 0.3, window)
@@ -82,7 +83,7 @@ def test_older_torch_is_not_told_of_grouped_heads(monkeypatch):
     stand_in(monkeypatch)
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8, generator=rng, dtype=FP64) for heads in (4, 2, 2))
-    runs = make_runs([5, 4], q.device)
+    runs = make_runs([5, 4])
     want = attend("varlen", q, k, v, runs, 0.3)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernels.varlen_attn_of_2_11)
     assert torch.equal(attend("varlen", q, k, v, runs, 0.3), want)

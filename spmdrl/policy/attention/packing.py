@@ -1,14 +1,14 @@
 """Divides a packed row [T] into sequences, or into the nodes of a tree (`data/tree.py`).
 
-A pack has two layouts, each computed at first use: concatenated sequences without padding for the kernels of
-`varlen.py`, and batches of sequences of similar length with padding for all other attention (`packed.py`).
+A pack has several layouts, each computed at first use: concatenated sequences without padding for the kernels of
+`varlen.py`, batches of sequences of similar length with padding for all other attention (`packed.py`), and rows for
+recurrent layers (`mixers/layers.py`). They are computed in host memory, and kept there for later passes over the pack.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import Runs, make_runs
+from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.devices import kind_of
 
 SHORT = 16
@@ -48,7 +49,7 @@ class LengthClass:
 
 @dataclass
 class Packing:
-    """The division of one packed row [T] into sequences, computed once per forward and used by every layer."""
+    """The division of one packed row [T] into sequences, made for each forward and used by every layer."""
 
     lengths: list[int]
     """Number of tokens of each node; the row concatenates the nodes. A complete sequence is a node without a parent."""
@@ -61,43 +62,56 @@ class Packing:
     """The slice of the row that this rank's layers process; only attention runs over all tokens."""
     experts: torch.Tensor | None = None
     """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`); None: no replay."""
-    rows: dict[bool, Any] = field(default_factory=dict)
-    """Layouts for recurrent layers (`mixers/layers.py`); the key is True if rows may start from other rows' states."""
+    computed: dict[Hashable, Any] = field(default_factory=dict)
+    """The layouts that were computed so far, in host memory; passes over the same pack share them."""
+    copied: dict[Hashable, Any] = field(default_factory=dict)
+    """The layouts on the device."""
 
-    @cached_property
+    def layout(self, name: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return a layout on the device. compute: computes it in host memory, at the first use."""
+        if name not in self.copied:
+            if name not in self.computed:
+                self.computed[name] = compute()
+            self.copied[name] = to_device(self.computed[name], self.device)
+        return self.copied[name]
+
+    @property
     def runs(self) -> Runs:
         """The layout for kernels over concatenated sequences; a node's keys include those of its trunk."""
-        if self.roots == len(self.lengths):
-            return make_runs(self.lengths, self.device)
-        return make_runs(self.lengths, self.device, self.spans)
+        spans = None if self.roots == len(self.lengths) else self.spans
+        return self.layout("runs", lambda: make_runs(self.lengths, spans))
 
-    @cached_property
+    @property
     def runs_with_sink(self) -> Runs:
         """The layout `runs`, with the sink key, whose index is T, before the keys of each node."""
-        tokens = sum(self.lengths)
-        return make_runs(self.lengths, self.device, [[(tokens, 1), *spans] for spans in self.spans])
+        sink = (sum(self.lengths), 1)
+        return self.layout("sink", lambda: make_runs(self.lengths, [[sink, *spans] for spans in self.spans]))
 
-    @cached_property
+    @property
     def classes(self) -> list[LengthClass]:
         """The layout for attention over padded sequences, one class for each group of similar lengths (`alike`)."""
-        below, starts, device = [spans[:-1] for spans in self.spans], _starts(self.lengths), self.device
-        # If all trunks of a class have the same length, a GPU needs no mask other than causality aligned to the last
-        # key.
-        exact = kind_of(device) == "cuda"
-        parts = slice(0, self.roots), slice(self.roots, None)
-        return [c for x in parts for c in _classes(below[x], starts[x], self.lengths[x], device, exact)]
+        return self.layout("classes", self._in_classes)[0]
 
-    @cached_property
+    @property
     def order(self) -> torch.Tensor:
         """int64 [T]: where the output for each packed token is in the concatenated outputs of the classes."""
-        return torch.argsort(torch.cat([c.tokens for c in self.classes]))
+        return self.layout("classes", self._in_classes)[1]
+
+    def _in_classes(self) -> tuple[list[LengthClass], torch.Tensor]:
+        below, starts = [spans[:-1] for spans in self.spans], _starts(self.lengths)
+        # If all trunks of a class have the same length, a GPU needs no mask other than causality aligned to the last
+        # key.
+        exact = kind_of(self.device) == "cuda"
+        parts = slice(0, self.roots), slice(self.roots, None)
+        found = [c for x in parts for c in _classes(below[x], starts[x], self.lengths[x], exact)]
+        return found, torch.argsort(torch.cat([c.tokens for c in found]))
 
     @property
     def roots(self) -> int:
         """The number of nodes without a parent."""
         return self.parents.count(-1)
 
-    @cached_property
+    @property
     def spans(self) -> list[list[tuple[int, int]]]:
         """The spans (first token, number of tokens) to which each node attends, from the root to the node."""
         own = list(zip(_starts(self.lengths), self.lengths, strict=True))
@@ -147,7 +161,7 @@ def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.T
 
 
 def _classes(
-    below: list[list[tuple[int, int]]], starts: list[int], lengths: list[int], device: torch.device, exact: bool
+    below: list[list[tuple[int, int]]], starts: list[int], lengths: list[int], exact: bool
 ) -> list[LengthClass]:
     """Return the length classes of nodes; nodes with empty trunks are complete sequences.
 
@@ -161,18 +175,17 @@ def _classes(
         for same in alike_trunks([trunks[i] for i in like]):
             members = [like[i] for i in same]
             gather, real, width = padded([starts[i] for i in members], [lengths[i] for i in members])
-            scatter = torch.nonzero(real.flatten()).flatten().to(device)
+            scatter = torch.nonzero(real.flatten()).flatten()
             sizes = torch.tensor([trunks[i] for i in members])
-            slots = keys = gather.flatten().to(device)
+            slots = keys = gather.flatten()
             if trunk := int(sizes.max()):
                 # A trunk ends at slot P, so that its last token directly precedes its node.
                 back = (torch.arange(trunk)[None] - (trunk - sizes[:, None])).clamp(min=0)
                 rows = [torch.cat([torch.arange(first, first + n) for first, n in below[i]]) for i in members]
                 ahead = torch.stack([row[slot] for row, slot in zip(rows, back, strict=True)])
-                keys = torch.cat([ahead, gather], 1).flatten().to(device)
-            uneven = None if bool((sizes == trunk).all()) else sizes.to(device)
-            tokens = gather[real].to(device)
-            out.append(LengthClass(slots, scatter, tokens, len(members), width, keys, trunk, uneven))
+                keys = torch.cat([ahead, gather], 1).flatten()
+            uneven = None if bool((sizes == trunk).all()) else sizes
+            out.append(LengthClass(slots, scatter, gather[real], len(members), width, keys, trunk, uneven))
     return out
 
 

@@ -56,22 +56,22 @@ class Runs:
     """int64 [N]: rows of the keys of all sequences, to be gathered; None if keys and queries have the same rows."""
 
 
-def make_runs(queries: list[int], device: torch.device, keys: list[list[tuple[int, int]]] | None = None) -> Runs:
-    """Build the Runs of sequences with these numbers of queries.
+def make_runs(queries: list[int], keys: list[list[tuple[int, int]]] | None = None) -> Runs:
+    """Build the Runs of sequences with these numbers of queries, in host memory.
 
     keys: for each sequence, the spans (first row, number of rows) of its keys. None: the keys of each sequence have the
     same rows as its queries.
     """
     if keys is None:
-        ends, longest = _ends(queries, device), max(queries)
+        ends, longest = _ends(queries), max(queries)
         return Runs(ends, longest, ends, longest, None)
     lengths = [sum(n for _, n in spans) for spans in keys]
     rows = torch.cat([torch.arange(first, first + n) for spans in keys for first, n in spans])
-    return Runs(_ends(queries, device), max(queries), _ends(lengths, device), max(lengths), rows.to(device))
+    return Runs(_ends(queries), max(queries), _ends(lengths), max(lengths), rows)
 
 
-def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+def _ends(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 @cache

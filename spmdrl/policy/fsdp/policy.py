@@ -26,6 +26,7 @@ from spmdrl.policy.attention import packed
 from spmdrl.policy.attention.packed import own_attention, use_attention
 from spmdrl.policy.attention.ulysses import check_model
 from spmdrl.policy.contract import SCORES, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
+from spmdrl.policy.forward_plan import ForwardPlan, check_ids, for_losses, kept_plan
 from spmdrl.policy.fsdp import lora
 from spmdrl.policy.fsdp.checkpoint import load, saving
 from spmdrl.policy.fsdp.layers import compile_layers, recompute, use_liger
@@ -34,6 +35,7 @@ from spmdrl.policy.grad_guard import scaled
 from spmdrl.policy.heads import Form, stand_in
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.optimizer import make_optimizer
+from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.experts import Layout
@@ -114,32 +116,55 @@ class FsdpPolicy(Learner):
         apart = attention or own_attention(self.model.hf)
         use_attention(self.model.hf, apart if form == "apart" else packed.NAME)
 
+    def plan(self, batch: Batch) -> ForwardPlan:
+        """Return the plan of a micro-batch's forward, which an earlier pass may have made.
+
+        Raises:
+            ValueError: the batch has token ids that the model does not know.
+        """
+        tokens_T, mask_T, model = batch.token["tokens"], batch.token["mask"], self.model
+        check_ids(tokens_T, model.vocabulary)
+        routers = self.routers if "experts" in batch.token else None
+
+        def make() -> ForwardPlan:
+            experts = batch.token["experts"].unflatten(1, (-1, routers.experts.top_k)) if routers else None
+            begins = batch.begins if self.share and batch.branches else None
+            return model.plan(tokens_T, batch.lengths, mask_T, begins, experts)
+
+        return kept_plan(batch, (model.form, model.before, routers is None, model.shares(batch.lengths)), make)
+
+    def _forwards(self, micros: list[Batch]) -> list[int]:
+        """Return the number of forwards of each micro-batch in the form `apart`, zeros in other forms. Collective.
+
+        A sequence is one forward, which all-gathers shards, so all ranks must run the same number of forwards.
+        """
+        if self.form != "apart" or not micros:
+            return [0] * len(micros)
+        counts = torch.tensor([max(len(micro), 1) for micro in micros], device=self.world.device)
+        return all_reduce(counts, "max", self.world.data_group).tolist()
+
     def _forward(
         self,
         batch: Batch,
+        forwards: int,
         temperature: float,
         second: Second = "entropy",
         token_loss: TokenLoss | HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the head's tensors. A rank without sequences runs a dummy batch: other ranks need its shards."""
+        """Return the head's tensors. A rank without sequences runs a dummy batch: other ranks need its shards.
+
+        forwards: number of forwards in the form `apart`.
+        """
         assert not self.away, "offloaded: memory.training_phase brings it back"
         tick()
-        device, real = self.world.device, len(batch) > 0
-        run = batch if real else stand_in()
+        real = len(batch) > 0
         more: dict[str, Any] = {} if token_loss is None else {"token_loss": token_loss}
-        if self.share and batch.branches:
-            more["begins_B"] = batch.begins
-        if self.form == "apart":
-            # A sequence is one forward, which all-gathers shards, so all ranks must run the same number of forwards.
-            count = torch.tensor([len(run)], device=device)
-            more["runs"] = int(all_reduce(count, "max", self.world.data_group))
-        if self.routers and real:
-            more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
+        if forwards:
+            more["forwards"] = forwards
         if real and "noise" in batch.token:
-            more["noise"] = (batch.token["noise"], batch.token["noise_scale"])
+            more["noise"] = to_device((batch.token["noise"], batch.token["noise_scale"]), self.world.device)
         # Real and dummy batches run in the same line, because the lockstep recorder compares the line numbers of ranks.
-        pack = run.token["tokens"].to(device), run.lengths, run.token["mask"].to(device)
-        found = self.model(*pack, temperature, second, **more)
+        found = self.model(self.plan(batch if real else stand_in()), temperature, second, **more)
         # The products are empty, but they keep the graph of the dummy batch, so that FSDP's backward runs.
         return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
 
@@ -148,8 +173,8 @@ class FsdpPolicy(Learner):
     ) -> Iterator[tuple]:
         """Implements `Learner.numbers`; weights that the pass gathered are freed at its end."""
         try:
-            for micro in micros:
-                yield self._forward(micro, temperature, second, function)
+            for micro, forwards in zip(micros, self._forwards(micros), strict=True):
+                yield self._forward(micro, forwards, temperature, second, function)
         finally:
             self.reshard()
 
@@ -179,19 +204,20 @@ class FsdpPolicy(Learner):
         """
         metrics, each = Metrics(), self.cfg.policy.reduce_gradients == "each"
         scale = self.loss_scale.scale if self.loss_scale else 1.0
-        for i, micro in enumerate(micros):
+        for i, (micro, forwards) in enumerate(zip(micros, self._forwards(micros), strict=True)):
             last = i == len(micros) - 1
             self.model.set_requires_gradient_sync(each or last)
             self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(each or last)
             # Weights outside of the layers are kept until the last backward in any case.
             self.model.set_reshard_after_backward(last, recurse=self.gather != "layers")
-            token_loss = objective.token_loss(micro, shared, self.world.device) if len(micro) else None
-            token_loss = scaled(token_loss, scale)
-            first_T, second_T, *chunked = self._forward(micro, objective.temperature, objective.second, token_loss)
+            placed = for_losses(micro, self.world.device)
+            token_loss = scaled(objective.token_loss(placed, shared) if len(micro) else None, scale)
+            run = forwards, objective.temperature, objective.second, token_loss
+            first_T, second_T, *chunked = self._forward(micro, *run)
             # A chunked loss already has its gradient; the second computation of the loss is only for its statistics.
             with torch.set_grad_enabled(not chunked):
-                result = objective.loss(micro, first_T, second_T, shared)
+                result = objective.loss(placed, first_T, second_T, shared)
             (chunked[0] if chunked else result.loss * scale).backward()
             metrics.merge(result.stats)
         if scale != 1 and (gradients := self.gradients()):

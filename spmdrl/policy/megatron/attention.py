@@ -19,10 +19,13 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from spmdrl.data.batch import Batch
 from spmdrl.policy.attention.packed import plain_attention
 from spmdrl.policy.attention.varlen import KERNELS, Runs, installed, make_runs, needs_of, pick
 from spmdrl.policy.attention.varlen import attend as attend_runs
+from spmdrl.policy.forward_plan import HeadRows, kept_plan
 from spmdrl.policy.megatron.layout import Layout
+from spmdrl.spmd.copies import to_device
 
 
 @dataclass
@@ -34,8 +37,10 @@ class Params(PackedSeqParams):
     lengths: tuple[int, ...] = ()
     """Padded lengths of the pack's sequences. They are in host memory, because reading them from the GPU would make the
     host wait for it in each layer."""
+    order: torch.Tensor | None = None
+    """int64: under context parallelism, the place of each row of the complete pack among the rows of all ranks."""
     runs: Runs | None = None
-    """The result of `runs_of`, computed by the first layer that needs it; None before."""
+    """The result of `runs_of`, on the device, computed by the first layer that needs it; None before."""
 
 
 @dataclass
@@ -49,31 +54,37 @@ class Pack:
     params: Params
     rows: torch.Tensor
     """int64 [S]: index of each token among the pack's T tokens; -1 for padding."""
+    head: HeadRows
+    """The tokens under the loss mask for which this rank's head computes numbers."""
 
 
-Tokens = tuple[torch.Tensor, torch.Tensor]
-"""Token ids of concatenated sequences, int64 [T]; lengths of the sequences, int64 [B], each at least 1."""
+def make_packs(batches: list[Batch], layout: Layout, cp_rank: int, before: bool) -> list[Pack]:
+    """Return this rank's packs for the micro-batches of one pass through a pipeline, in host memory.
 
-
-def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any) -> list[Pack]:
-    """Return this rank's packs for the micro-batches of one pass through a pipeline, made by `make_pack`."""
+    Arguments as in `make_pack`. A batch keeps its pack for later passes.
+    """
     # With virtual stages, all packs must have the same length. If lengths differed, Megatron's stages would exchange
     # them first, and two stages of the interleaved schedule could deadlock in that exchange.
     size = 0
     if layout.virtual_stages > 1 and batches:
-        size = max(sum(_padded(lengths.tolist(), layout)) for _, lengths in batches)
-    return [make_pack(tokens, lengths, layout, cp_rank, device, size) for tokens, lengths in batches]
+        size = max(sum(_padded(batch.lengths.tolist(), layout)) for batch in batches)
+
+    def pack(batch: Batch) -> Pack:
+        return kept_plan(
+            batch, (layout, cp_rank, before, size), lambda: make_pack(batch, layout, cp_rank, before, size)
+        )
+
+    return [pack(batch) for batch in batches]
 
 
-def make_pack(
-    tokens_T: torch.Tensor, lengths_B: torch.Tensor, layout: Layout, cp_rank: int, device: Any, size: int = 0
-) -> Pack:
+def make_pack(batch: Batch, layout: Layout, cp_rank: int, before: bool, size: int = 0) -> Pack:
     """Return this rank's part of a pack; without context parallelism this is the complete pack.
 
-    tokens_T, lengths_B: as in `Tokens`. Padding is at the end of each sequence, where causal attention hides it. size:
-    number of tokens, over all ranks, to which the pack is padded; 0 for no more padding than the layout needs.
+    Padding is at the end of each sequence, where causal attention hides it. before: whether the head gets the state
+    before a token, which predicts it, instead of the state after it. size: number of tokens, over all ranks, to which
+    the pack is padded; 0 for no more padding than the layout needs.
     """
-    lengths = lengths_B.tolist()
+    tokens_T, mask_T, lengths = batch.token["tokens"], batch.token["mask"], batch.lengths.tolist()
     padded = _padded(lengths, layout)
     if sum(padded) < size:
         lengths, padded = [*lengths, 0], [*padded, size - sum(padded)]
@@ -85,11 +96,26 @@ def make_pack(
         first += n
     mine = rows_of(padded, layout.cp, cp_rank)
     rows_S = torch.cat(rows)[mine]
-    tokens_S = torch.where(rows_S >= 0, tokens_T.cpu()[rows_S.clamp(min=0)], 0)
-    cu = torch.tensor([0, *padded]).cumsum(0).to(torch.int32).to(device)
-    longest = max(padded)
-    params = Params("thd", cu, cu, cu, cu, longest, longest, lengths=tuple(padded))
-    return Pack(tokens_S[None].to(device), torch.cat(positions)[mine][None].to(device), params, rows_S.to(device))
+    tokens_S = torch.where(rows_S >= 0, tokens_T[rows_S.clamp(min=0)], 0)
+    # of_S is the token to which each state belongs: the next one, which the state predicts, or the state's own token.
+    of_S = torch.where(rows_S < 0, -1, rows_S + int(before))
+    inside = (of_S >= 0) & (of_S < len(mask_T))
+    at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()
+    head = HeadRows(of_S[at], at, tokens_T[of_S[at]])
+    cu = torch.tensor([0, *padded]).cumsum(0).to(torch.int32)
+    order = torch.cat([rows_of(padded, layout.cp, rank) for rank in range(layout.cp)]).argsort()
+    params = Params(
+        "thd", cu, cu, cu, cu, max(padded), max(padded), lengths=tuple(padded), order=order if layout.cp > 1 else None
+    )
+    return Pack(tokens_S[None], torch.cat(positions)[mine][None], params, rows_S, head)
+
+
+def pack_on_device(pack: Pack, device: torch.device) -> Pack:
+    """Return a pack with all tensors on a device."""
+    pack = to_device(pack, device)
+    # `repairs.py` reads this attribute. Megatron's rotary embedding receives no part of the pack but this tensor.
+    setattr(pack.params.cu_seqlens_q, "positions", pack.positions[0])  # noqa: B010
+    return pack
 
 
 def _padded(lengths: list[int], layout: Layout) -> list[int]:
@@ -113,20 +139,20 @@ def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
     return torch.cat(out)
 
 
-def runs_of(lengths: list[int], cp: int, rank: int, device: torch.device) -> Runs:
+def runs_of(lengths: list[int], cp: int, rank: int) -> Runs:
     """Return the `Runs` of a rank's queries over the keys of the complete pack, for kernels in `attention/varlen.py`.
 
     lengths: padded lengths of the sequences, as in `rows_of`. A chunk counts as one sequence, whose keys are those of
     the chunk and of all earlier chunks.
     """
     if cp == 1:
-        return make_runs(lengths, device)
+        return make_runs(lengths)
     queries, keys = [], []
     for first, n in zip(accumulate([0, *lengths]), lengths, strict=False):
         chunk = n // (2 * cp)
         queries += [chunk, chunk]
         keys += [[(first, (part + 1) * chunk)] for part in (rank, 2 * cp - 1 - rank)]
-    return make_runs(queries, device, keys)
+    return make_runs(queries, keys)
 
 
 def attend(
@@ -181,7 +207,7 @@ class CoreAttention(MegatronModule):
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp > 1:
             # The backward of this gather sums the gradients of keys and values over ranks.
-            order = torch.cat([rows_of(lengths, cp, r) for r in range(cp)]).argsort().to(key.device)
+            order = packed_seq_params.order
             key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group)[order] for x in (key, value))
         scale = self.scale or query.shape[-1] ** -0.5
         kernel = pick("auto", needs_of(query, value, self.softcap), installed())
@@ -190,10 +216,10 @@ class CoreAttention(MegatronModule):
             # the key of that token.
             window = None if self.window is None else self.window + 1
             if packed_seq_params.runs is None:
-                packed_seq_params.runs = runs_of(lengths, cp, rank, key.device)
+                packed_seq_params.runs = to_device(runs_of(lengths, cp, rank), key.device)
             runs = packed_seq_params.runs
             return attend_runs(kernel, query, key, value, runs, scale, window, self.softcap).flatten(1)
-        rows = rows_of(lengths, cp, rank).to(key.device)
+        rows = to_device(rows_of(lengths, cp, rank), key.device)
         out, done = [], 0
         for first, n in zip(accumulate([0, *lengths]), lengths, strict=False):
             mine = slice(done, done + n // cp)

@@ -69,6 +69,7 @@ def install() -> None:
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
     _engine(load())
+    _rotary()
     _states()
 
 
@@ -83,6 +84,20 @@ def _engine(loaded: dict[str, Any]) -> None:
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
     mla = loaded["transformer.multi_latent_attention"]
     mla.HAVE_TE = isinstance(mla.TELinear, type)
+
+
+def _rotary() -> None:
+    """Rotate packed tokens by the frequencies of their positions, which `attention.pack_on_device` attached.
+
+    Megatron's function reads the lengths of sequences from the device: in every layer, for queries and for keys.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def rotate(t_SHd, cu_seqlens, freqs, *, cp_group=None, **more):
+        freqs_S = freqs.index_select(0, cu_seqlens.positions)
+        return rope_utils._apply_rotary_pos_emb_bshd(t_SHd.unsqueeze(1), freqs_S, **more).squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate  # type: ignore[attr-defined]
 
 
 def _states() -> None:

@@ -48,18 +48,17 @@ class Routing:
 def plan(
     rows: torch.Tensor, lengths_B: torch.Tensor, real: bool, weight: float, prescribed_TLK: torch.Tensor | None
 ) -> Routing:
-    """Return the Routing of one pack.
+    """Return the Routing of one pack, in host memory.
 
     rows: the part of `Pack.rows` for the tokens that this rank's routers get, int64 [S]. lengths_B: number of tokens of
     each sequence. real: False for a dummy pack. prescribed_TLK: as in `Routing`, for all tokens of the pack in order.
     """
-    inside, device = rows >= 0, rows.device
-    ends = lengths_B.to(device).cumsum(0)
+    inside, ends = rows >= 0, lengths_B.cumsum(0)
     sequence = torch.where(inside & real, torch.searchsorted(ends, rows, right=True), len(ends))
     prescribed = None
     if prescribed_TLK is not None and real:
-        prescribed = torch.where(inside[:, None, None], prescribed_TLK.to(device)[rows.clamp(min=0)].long(), -1)
-    return Routing(sequence, lengths_B.to(device, torch.float32), weight, prescribed)
+        prescribed = torch.where(inside[:, None, None], prescribed_TLK[rows.clamp(min=0)].long(), -1)
+    return Routing(sequence, lengths_B.to(torch.float32), weight, prescribed)
 
 
 class Router(TopKRouter):
@@ -109,7 +108,7 @@ class Router(TopKRouter):
         if now is None or not self.training or not torch.is_grad_enabled():
             return probs, chosen
         real = now.sequence_S < len(now.lengths_B)
-        self.load_E += chosen[real].sum(0)
+        self.load_E += (chosen & real[:, None]).sum(0)
         if now.weight:
             loss = self._loss(logits.flatten(0, 1), now)
             self.balance += loss.detach()

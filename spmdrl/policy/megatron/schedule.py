@@ -4,6 +4,7 @@ Shapes: S tokens of a pack on this rank, T tokens of the complete pack.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,9 @@ from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
 from spmdrl.policy.attention.ulysses import total
 from spmdrl.policy.contract import Objective, Second, Shared
+from spmdrl.policy.forward_plan import HeadRows, check_ids, for_losses
 from spmdrl.policy.heads import at_rows, sampled, stand_in
-from spmdrl.policy.megatron.attention import Pack, make_packs
+from spmdrl.policy.megatron.attention import Pack, make_packs, pack_on_device
 from spmdrl.policy.megatron.convert import unwrapped
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import head_weight
@@ -48,7 +50,7 @@ class Pipeline:
         from megatron.core import parallel_state
 
         self.models, self.layout, self.device, self.replay = models, layout, device, replay
-        self.settings = unwrapped(models[0]).arch.settings
+        self.settings, self.vocabulary = unwrapped(models[0]).arch.settings, unwrapped(models[0]).arch.vocab
         self.balance = 0.0
         self.shape = (labels,) if labels > 1 else ()
         self.softcap, self.divisor = softcap, divisor
@@ -95,7 +97,7 @@ class Pipeline:
         if not len(micro):
             # The products are empty, so the loss is 0. They keep the graph, because other ranks wait for this backward.
             first_T, second_T = (x.sum() * x.new_zeros(0) for x in (first_T, second_T))
-        result = objective.loss(micro, first_T, second_T, shared)
+        result = objective.loss(for_losses(micro, self.device), first_T, second_T, shared)
         metrics.merge(result.stats)
         return result.loss
 
@@ -109,15 +111,10 @@ class Pipeline:
         if not micros:
             return []
         runs = [micro if len(micro) else stand_in() for micro in micros]
-        tokens = [(run.token["tokens"], run.lengths) for run in runs]
-        packs = make_packs(tokens, self.layout, self.cp_rank, self.device)
-        if self.settings.get("num_moe_experts"):
-            for micro, run, pack in zip(micros, runs, packs, strict=True):
-                prescribed, real = None, len(micro) > 0
-                if self.replay and real:
-                    prescribed = run.token["experts"].unflatten(1, (-1, self.settings["moe_router_topk"]))
-                rows = pack.rows.chunk(self.part[0])[self.part[1]]
-                pack.params.routing = plan(rows, run.lengths, real, self.balance, prescribed)
+        for run in runs:
+            check_ids(run.token["tokens"], self.vocabulary)
+        planned = make_packs(runs, self.layout, self.cp_rank, before=self.head != "score")
+        packs = [self._on_device(*each) for each in zip(micros, runs, planned, strict=True)]
         inputs = list(zip(micros, runs, packs, strict=True))
         iterators = [iter(inputs) for _ in self.models]
 
@@ -128,7 +125,7 @@ class Pipeline:
             return states, partial(finish, micro, run, pack, model)
 
         def finish(micro: Batch, run: Batch, pack: Pack, model: Any, states: torch.Tensor):
-            numbers = self._numbers(unwrapped(model), states[0], run, pack, temperature, second)
+            numbers = self._numbers(unwrapped(model), states[0], run.n_tokens, pack.head, temperature, second)
             value = to_loss(micro, *numbers) if to_loss else numbers[0].sum()
             # The second element is a number of tokens by which Megatron would divide the loss. It is 0, which turns the
             # division off, because the loss already includes every denominator.
@@ -145,26 +142,34 @@ class Pipeline:
             forward_only=to_loss is None,
         )
 
+    def _on_device(self, micro: Batch, run: Batch, pack: Pack) -> Pack:
+        """Return a pack on the device, with the information that routers need in this pass."""
+        if self.settings.get("num_moe_experts"):
+            prescribed, real = None, len(micro) > 0
+            if self.replay and real:
+                prescribed = run.token["experts"].unflatten(1, (-1, self.settings["moe_router_topk"]))
+            rows = pack.rows.chunk(self.part[0])[self.part[1]]
+            routing = plan(rows, run.lengths, real, self.balance, prescribed)
+            pack = replace(pack, params=replace(pack.params, routing=routing))
+        return pack_on_device(pack, self.device)
+
     def _numbers(
-        self, model: Any, states_SD: torch.Tensor, run: Batch, pack: Pack, temperature: float, second: Second
+        self, model: Any, states_SD: torch.Tensor, tokens: int, head: HeadRows, temperature: float, second: Second
     ) -> Numbers:
-        """Return the head's numbers [T], 0 outside the loss mask, the same on all ranks of tp and cp. Collective."""
-        tokens_T, mask_T = run.token["tokens"].to(self.device), run.token["mask"].to(self.device)
-        # of_S is the token to which each state belongs: the next one, which the state predicts, or for a reward model
-        # the state's own token.
-        of_S = torch.where(pack.rows < 0, -1, pack.rows + int(self.head != "score"))
-        inside = (of_S >= 0) & (of_S < len(mask_T))
-        at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()
-        rows, states = of_S[at], states_SD[at]
+        """Return the head's numbers [T], 0 outside the loss mask, the same on all ranks of tp and cp. Collective.
+
+        tokens: number of tokens, T.
+        """
+        rows, states = head.rows, states_SD[head.states]
         weight = head_weight(model)
         if self.head == "lm":
             scale, cap = temperature * self.divisor, self.softcap
-            first, other = sampled(states, weight, tokens_T[rows], scale, second, cap, self.tp_group)
+            first, other = sampled(states, weight, head.targets, scale, second, cap, self.tp_group)
         else:
             value = nn.functional.linear(states, weight, model.output_layer.bias)
             first = (value[:, 0] if value.shape[1] == 1 else value).to(torch.float32)
             other = first.detach() * 0
-        parts = [at_rows(rows, x, len(mask_T)) for x in (first, other)]
+        parts = [at_rows(rows, x, tokens) for x in (first, other)]
         first_T, other_T = parts if self.cp_group is None else total(self.cp_group, *parts)
         return first_T, other_T
 

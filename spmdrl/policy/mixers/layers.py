@@ -73,13 +73,12 @@ class Rows:
 
 
 def rows_of(packing: Packing, hand: bool) -> Rows:
-    """Return the rows of a pack, computed once per forward. hand: whether rows may start from states of other rows."""
-    if hand not in packing.rows:
-        packing.rows[hand] = _plan(packing, hand)
-    return packing.rows[hand]
+    """Return the rows of a pack. hand: whether rows may start from states of other rows."""
+    return packing.layout(("rows", hand), lambda: _plan(packing, hand))
 
 
 def _plan(packing: Packing, hand: bool) -> Rows:
+    """Compute `rows_of` in host memory."""
     own = [spans[-1] for spans in packing.spans]
     followed = set(packing.parents)
     # For each node, `spans` has the spans of the row that ends with it. `source` has the node from whose state this row
@@ -109,15 +108,13 @@ def _plan(packing: Packing, hand: bool) -> Rows:
             for group in groups(sizes) if members else []:
                 nodes = [members[i] for i in group]
                 starts = [number[source[node]] for node in nodes] if level else None
-                classes.append(_row_class([spans[node] for node in nodes], seen, starts, hands, packing.device))
+                classes.append(_row_class([spans[node] for node in nodes], seen, starts, hands))
                 if hands:
                     number |= {node: len(number) + i for i, node in enumerate(nodes)}
     return Rows(classes, torch.argsort(torch.cat([c.tokens for c in classes])))
 
 
-def _row_class(
-    rows: list[list[Span]], seen: set[Span], starts: list[int] | None, hands: bool, device: torch.device
-) -> RowClass:
+def _row_class(rows: list[list[Span]], seen: set[Span], starts: list[int] | None, hands: bool) -> RowClass:
     """Return a batch of rows.
 
     rows: the spans of each row. seen: spans whose outputs earlier rows provide; this function adds the spans of these
@@ -134,11 +131,11 @@ def _row_class(
     gather = torch.stack([row[slot] for row, slot in zip(tokens, slots, strict=True)])
     counts = real & torch.stack([row[slot] for row, slot in zip(fresh, slots, strict=True)])
     return RowClass(
-        gather.flatten().to(device),
+        gather.flatten(),
         len(rows),
-        torch.nonzero(counts.flatten()).flatten().to(device),
-        gather[counts].to(device),
-        None if starts is None else torch.tensor(starts, device=device),
+        torch.nonzero(counts.flatten()).flatten(),
+        gather[counts],
+        None if starts is None else torch.tensor(starts),
         hands,
     )
 

@@ -73,7 +73,7 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
     more = {} if layer_type is None else {"layer_type": layer_type}
     if rope is None or packing is None:
         return forward(x, position_ids, **more)
-    groups = _groups(rope, packing)
+    groups, order = packing.layout(rope, lambda: _groups(rope, packing))
     parts = []
     for tokens in groups:
         if rope.grows:
@@ -83,15 +83,18 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
         parts.append(forward(x, position_ids if len(groups) == 1 else position_ids[..., tokens], **more))
     if len(parts) == 1:
         return parts[0]
-    order = torch.argsort(torch.cat(groups))
     return tuple(torch.cat(pair, -2).index_select(-2, order) for pair in zip(*parts, strict=True))
 
 
-def _groups(rope: Moving, packing: Packing) -> list[torch.Tensor]:
-    """Return groups of a pack's tokens, int64 [n] each, whose sequences have the same frequencies."""
+def _groups(rope: Moving, packing: Packing) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return groups of a pack's tokens, int64 [n] each, whose sequences have the same frequencies.
+
+    Also return where each token is in the concatenated groups, int64 [T]. All results are in host memory.
+    """
     if packing.roots < len(packing.lengths):
         # All sequences of a tree have the same frequencies (`alike`).
-        return [torch.arange(sum(packing.lengths), device=packing.device)]
-    lengths = torch.tensor(packing.lengths, device=packing.device)
-    marks = torch.tensor([rope.mark(n) for n in packing.lengths], device=packing.device).repeat_interleave(lengths)
-    return [torch.nonzero(marks == mark).flatten() for mark in marks.unique()]
+        groups = [torch.arange(sum(packing.lengths))]
+    else:
+        marks = torch.tensor([rope.mark(n) for n in packing.lengths]).repeat_interleave(torch.tensor(packing.lengths))
+        groups = [torch.nonzero(marks == mark).flatten() for mark in marks.unique()]
+    return groups, torch.argsort(torch.cat(groups))

@@ -131,13 +131,15 @@ def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
     return torch.where(mask_T, x_T, 0.0).sum() / mask_T.sum()
 
 
-def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, fresh_T) -> None:
+def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, fresh_T, episodes: int | None = None) -> None:
     """Add metrics of how much the trainer's logp at the start of an update differs from the engine's.
 
     The metrics `mismatch/*` cover all sampled tokens. The metrics `logp_diff/*`, which can stop a run, cover only the
     tokens in `fresh_T`, because the logp of tokens that were sampled with older weights is expected to differ.
+
+    episodes: number of episodes; None to read it from seq_T, which waits for the device.
     """
-    for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T).items():
+    for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T, episodes).items():
         metrics.add(name, value, weight)
     value, weight, largest = disagreement(logp_T, rollout_logp_T, mask_T & fresh_T)
     metrics.add("logp_diff/mean", value, weight)

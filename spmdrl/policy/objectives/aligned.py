@@ -51,12 +51,10 @@ class AlignedObjective(DistillObjective):
         """Implements `TokenObjective.trained_mask`: the mask of the base token of each span."""
         return batch.token["mask"] & (batch.token[LEAD] == 0)
 
-    def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
+    def token_loss(self, micro: Batch, shared: Shared) -> HeadFunction:
         """Implements `Objective.token_loss`; the result is collective over the ranks that divide a sequence."""
-        tokens_T, lead_T, states_TE, shift_T = (
-            micro.token[column].to(device) for column in ("tokens", LEAD, self.states, SHIFT)
-        )
-        weight_T, head = self.weights(micro, shared, device), self.head
+        tokens_T, lead_T, states_TE, shift_T = (micro.token[c] for c in ("tokens", LEAD, self.states, SHIFT))
+        weight_T, head, device = self.weights(micro, shared), self.head, micro.device
 
         def function(states_nD, weight_VD, rows_n, divisor, softcap):
             dtype, lead_n = wide(states_nD), lead_T[rows_n]

@@ -109,18 +109,18 @@ class DistillObjective(TokenObjective):
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `Objective.loss`; the two numbers of a token are its divergence and the student's entropy."""
         metrics = Metrics()
-        loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
+        loss = (first_T.double() * self.weights(micro, shared)).sum()
         metrics.add_sum("loss", loss)
-        add_token_mean(metrics, "divergence/mean", first_T, self.trained_mask(micro).to(first_T.device))
-        add_token_mean(metrics, "entropy/mean", second_T, micro.token["mask"].to(first_T.device))
+        add_token_mean(metrics, "divergence/mean", first_T, self.trained_mask(micro))
+        add_token_mean(metrics, "entropy/mean", second_T, micro.token["mask"])
         return LossResult(loss, metrics)
 
-    def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
+    def token_loss(self, micro: Batch, shared: Shared) -> HeadFunction:
         """Implements `Objective.token_loss`."""
         names = [column for name in self.teachers for column in self.reader.names(name)]
-        columns = {name: micro.token[name].to(device) for name in names}
-        weight_T = self.weights(micro, shared, device)
-        share_TK = torch.stack([micro.per_token(micro.seq[share_name(name)]) for name in self.teachers], 1).to(device)
+        columns, device = {name: micro.token[name] for name in names}, micro.device
+        weight_T = self.weights(micro, shared)
+        share_TK = torch.stack([micro.per_token(micro.seq[share_name(name)]) for name in self.teachers], 1)
 
         def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
             divergence_n, entropy_n = torch.zeros(2, len(rows_n), dtype=wide(states_nD), device=device)

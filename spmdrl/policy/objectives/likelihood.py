@@ -25,16 +25,16 @@ class SftObjective(TokenObjective):
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `Objective.loss`; a token's two numbers are logp, and 1 if it is the likeliest one, else 0."""
-        mask, metrics = micro.token["mask"].to(first_T.device), Metrics()
-        loss = self._losses(first_T, second_T, {"weight": self.weights(micro, shared, first_T.device)})[0].sum()
+        mask, metrics = micro.token["mask"], Metrics()
+        loss = self._losses(first_T, second_T, {"weight": self.weights(micro, shared)})[0].sum()
         metrics.add_sum("loss", loss)
         add_token_mean(metrics, "nll/mean", -first_T, mask)
         add_token_mean(metrics, "accuracy/mean", second_T, mask)
         return LossResult(loss, metrics)
 
-    def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> TokenLoss:
+    def token_loss(self, micro: Batch, shared: Shared) -> TokenLoss:
         """Implements `Objective.token_loss`."""
-        return self._losses, {"weight": self.weights(micro, shared, device)}
+        return self._losses, {"weight": self.weights(micro, shared)}
 
     def _losses(self, logp: torch.Tensor, other: torch.Tensor | None, x: dict[str, torch.Tensor]) -> tuple:
         """Return the weighted loss of each token, fp64 [n], and an empty dict of stats."""

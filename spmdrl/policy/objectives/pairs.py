@@ -78,31 +78,28 @@ class PairObjective(Objective):
 
         Tokens of the longer response beyond the length of the shorter one have the weight `tail`.
         """
-        device = x_T.device
-        mask, seq = batch.token["mask"].to(device), batch.seq_index.to(device)
-        x_T = torch.where(mask, x_T, torch.zeros_like(x_T))
-        return sum_per_sequence(
-            x_T if self.settings.tail == 1 else x_T * self._weights(batch).to(device), seq, len(batch)
-        )
+        x_T = torch.where(batch.token["mask"], x_T, torch.zeros_like(x_T))
+        x_T = x_T if self.settings.tail == 1 else x_T * self._weights(batch)
+        return sum_per_sequence(x_T, batch.seq_index, len(batch))
 
     def _weights(self, batch: Batch) -> torch.Tensor:
         """Return the weight of each token in its response's sum (`_sums`), float64 [T]."""
-        mask = batch.token["mask"].double()
-        counts_B = batch.sum_tokens(torch.ones_like(mask))
+        # Sums of integers are exact, and a GPU has a deterministic kernel for them.
+        mask = batch.token["mask"].long()
+        counts_B = batch.sum_tokens(torch.ones_like(mask)).long()
         shorter_B = torch.minimum(counts_B[0::2], counts_B[1::2]).repeat_interleave(2)
         place_T = mask.cumsum(0) - mask - batch.per_token(counts_B.cumsum(0) - counts_B)
         return torch.where(place_T < batch.per_token(shorter_B), 1.0, self.settings.tail).double()
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `Objective.loss`; the first number of a token is logp."""
-        device, metrics = first_T.device, Metrics()
-        mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
+        metrics, mask, seq = Metrics(), micro.token["mask"], micro.seq_index
         logp = torch.where(mask, first_T, torch.zeros_like(first_T)).double()
         counts_B = sum_per_sequence(mask, seq, len(micro))
         sums_B = self._sums(micro, logp)
         ref_T = micro.token.get("ref_logp")
-        ref_B = torch.zeros_like(sums_B) if ref_T is None else self._sums(micro, ref_T.to(device).double())
-        matched = {name: micro.seq[f"matched/{name}"].to(device).view(-1, 2) for name in self.matched}
+        ref_B = torch.zeros_like(sums_B) if ref_T is None else self._sums(micro, ref_T.double())
+        matched = {name: micro.seq[f"matched/{name}"].view(-1, 2) for name in self.matched}
         pairs = Pairs(*(x_B[side::2] for x_B in (sums_B, ref_B, counts_B) for side in (0, 1)), matched=matched)
         weight_P: Any = 1.0
         if self.settings.weighted:
@@ -113,7 +110,7 @@ class PairObjective(Objective):
         total: Any = logp.sum() * 0.0
         for name, weight in self.losses.items():
             if name == SFT:
-                chosen_T = micro.per_token(micro.seq["sample"] == CHOSEN).to(device)
+                chosen_T = micro.per_token(micro.seq["sample"] == CHOSEN)
                 one = -(logp * chosen_T).sum() / max(1.0, shared.totals.tokens)
             else:
                 one = (LOSSES[name].of(pairs, self.settings) * weight_P).sum() / max(1.0, shared.totals.sequences)
@@ -196,21 +193,21 @@ class LabelledObjective(Objective):
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: LabelledShared) -> LossResult:
         """Implements `Objective.loss`; the first number of a token is logp."""
-        device, metrics = first_T.device, Metrics()
-        mask = (micro.token["mask"] & micro.per_token(micro.seq["sample"] < MISMATCHED)).to(device)
-        ratio_T = first_T.double() - micro.token["ref_logp"].to(device).double()
+        metrics = Metrics()
+        mask = micro.token["mask"] & micro.per_token(micro.seq["sample"] < MISMATCHED)
+        ratio_T = first_T.double() - micro.token["ref_logp"].double()
         ratio_T = torch.where(mask, ratio_T, torch.zeros_like(ratio_T))
-        ratio_B = sum_per_sequence(ratio_T, micro.seq_index.to(device), len(micro))
-        trained_B = (micro.seq["sample"] < MISMATCHED).to(device)
-        x = Labelled(ratio_B[trained_B], (micro.seq["sample"].to(device) == CHOSEN)[trained_B])
+        ratio_B = sum_per_sequence(ratio_T, micro.seq_index, len(micro))
+        trained_n = micro.where(lambda batch: batch.seq["sample"] < MISMATCHED)
+        x = Labelled(ratio_B[trained_n], (micro.seq["sample"] == CHOSEN)[trained_n])
         weights = self.settings.wanted_weight, self.settings.unwanted_weight
-        weight = torch.where(x.wanted, *(torch.tensor(w, dtype=torch.float64, device=device) for w in weights))
+        weight = torch.where(x.wanted, *(ratio_B.new_full((), weight) for weight in weights))
         loss = (LOSSES[self.loss_name].of(x, self.settings, shared.shift) * weight).sum()
         loss = loss / max(1.0, shared.totals.sequences)
         metrics.add_sum("loss", loss.detach())
-        rewards = self.settings.beta * x.ratio.detach()
-        for name, which in (("rewards/chosen", x.wanted), ("rewards/rejected", ~x.wanted)):
-            add_mean(metrics, name, rewards[which])
+        reward_B = self.settings.beta * ratio_B.detach()
+        for name, label in (("rewards/chosen", CHOSEN), ("rewards/rejected", REJECTED)):
+            add_mean(metrics, name, reward_B[micro.where(lambda batch, label=label: batch.seq["sample"] == label)])
         metrics.add("kl" if self.loss_name == "kto" else "shift", shared.shift)
         return LossResult(loss, metrics)
 

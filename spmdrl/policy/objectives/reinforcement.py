@@ -84,8 +84,8 @@ class PolicyObjective(Objective):
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PolicyShared) -> LossResult:
         """Implements `Objective.loss`; the two numbers of a token are logp and entropy."""
         algo, logp, entropy = self.algo, first_T, second_T
-        x = self.inputs(micro, shared, logp.device)
-        loss_T, stats = self.token_losses(shared, logp, entropy, x)
+        x = self.inputs(micro, shared)
+        loss_T, stats = self.token_losses(shared, micro.episodes, logp, entropy, x)
         metrics, mask, loss = Metrics(), x["mask"], loss_T.sum()
         metrics.add_sum("loss", loss)
         if not algo.entropy_before:
@@ -93,15 +93,15 @@ class PolicyObjective(Objective):
         for name, value in stats.items():
             metrics.add(name, mean(value, mask), mask.sum())
         if algo.old_logp != "policy" and shared.first:
-            fresh_T = algo.fresh_mask(micro, shared.version).to(mask.device)
-            add_mismatch(metrics, logp.detach(), x["rollout_logp"], mask, x["seq"], fresh_T)
+            fresh_T = algo.fresh_mask(micro, shared.version)
+            add_mismatch(metrics, logp.detach(), x["rollout_logp"], mask, x["seq"], fresh_T, micro.episodes)
         return LossResult(loss, metrics)
 
-    def token_loss(self, micro: Batch, shared: PolicyShared, device: torch.device) -> TokenLoss | None:
+    def token_loss(self, micro: Batch, shared: PolicyShared) -> TokenLoss | None:
         """Implements `Objective.token_loss`."""
         if not (self.algo.chunked and self.separable):
             return None
-        return partial(self.token_losses, shared), self.inputs(micro, shared, device)
+        return partial(self.token_losses, shared, micro.episodes), self.inputs(micro, shared)
 
     @property
     def separable(self) -> bool:
@@ -112,31 +112,37 @@ class PolicyObjective(Objective):
             return False
         return self.algo.separable
 
-    def inputs(self, micro: Batch, shared: PolicyShared, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the columns [T] that `token_losses` reads, on the device."""
-        x = {k: micro.token[k].to(device) for k in LOSS_COLUMNS if k in micro.token}
-        mask, seq = x["mask"], micro.episode_index.to(device)
-        x |= {"seq": seq, "weight": token_weights(self.algo.aggregation, mask, seq, shared.totals, self.algo.horizon)}
+    def inputs(self, micro: Batch, shared: PolicyShared) -> dict[str, torch.Tensor]:
+        """Return the columns [T] that `token_losses` reads."""
+        x = {k: micro.token[k] for k in LOSS_COLUMNS if k in micro.token}
+        mask, seq = x["mask"], micro.episode_index
+        scale = self.algo.aggregation, mask, seq, shared.totals, self.algo.horizon, micro.episodes
+        x |= {"seq": seq, "weight": token_weights(*scale)}
         if self.algo.old_logp == "policy":
-            correction_T = self.weights(x["old_logp"], x["rollout_logp"], mask, seq)
+            correction_T = self.weights(x["old_logp"], x["rollout_logp"], mask, seq, micro.episodes)
             x |= {} if correction_T is None else {"correction": correction_T}
         if self.algo.settings.positive_coef:
-            x["good"] = micro.per_token(micro.seq["reward"] > 0).to(device)
+            x["good"] = micro.per_token(micro.seq["reward"] > 0)
         return x
 
     def token_losses(
-        self, shared: PolicyShared, logp: torch.Tensor, entropy: torch.Tensor, x: dict[str, torch.Tensor]
+        self,
+        shared: PolicyShared,
+        episodes: int,
+        logp: torch.Tensor,
+        entropy: torch.Tensor,
+        x: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the weighted loss of each token in fp64, and detached stats, [n] each.
 
-        x: the result of `inputs` at the n tokens.
+        episodes: number of episodes in the micro-batch. x: the result of `inputs` at the n tokens.
         """
         algo, terms, mask, current = self.algo, self.algo.settings, x["mask"], logp.detach()
         old_logp = current if algo.old_logp == "update" else x[OLD_LOGP[algo.old_logp]].to(logp.dtype)
         correction = x.get("correction")
         if algo.old_logp != "policy":
             # The trainer computed no logp before the update, so the correction uses the logp of this forward.
-            correction = self.weights(current, x["rollout_logp"], mask, x["seq"])
+            correction = self.weights(current, x["rollout_logp"], mask, x["seq"], episodes)
         if shared.on_policy:
             # old_logp equals logp except for rounding, which differs between layouts. So logp is used as old_logp too,
             # because the gradient of |logp - old_logp| would depend on the sign of the rounding error.
@@ -152,6 +158,7 @@ class PolicyObjective(Objective):
             rollout_logp=x["rollout_logp"],
             weights=correction,
             selected=x.get("selected"),
+            sequences=episodes,
         )
         per_token, stats = algo.loss(inputs, **algo.loss_settings)
         if per_token.shape != mask.shape or any(v.shape != mask.shape for v in stats.values()):
@@ -172,16 +179,17 @@ class PolicyObjective(Objective):
             loss = loss + terms.positive_coef * likelihood / max(1.0, shared.good_tokens)
         return loss, stats
 
-    def weights(self, trainer_T, rollout_T, mask_T, seq_T) -> torch.Tensor | None:
+    def weights(self, trainer_T, rollout_T, mask_T, seq_T, episodes: int) -> torch.Tensor | None:
         """Return the importance weights [T] that correct for the engine's logp; None if the settings need none."""
         limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":
             weights_T = correction_weights(
-                self.algo.correction, trainer_T, rollout_T, mask_T, seq_T, limits.low, limits.high
+                self.algo.correction, trainer_T, rollout_T, mask_T, seq_T, limits.low, limits.high, episodes
             )
         if limits.reject_low is not None or limits.reject_high is not None:
-            kept_B = reject_sequences(trainer_T, rollout_T, mask_T, seq_T, limits.reject_low, limits.reject_high)
+            bounds = limits.reject_low, limits.reject_high
+            kept_B = reject_sequences(trainer_T, rollout_T, mask_T, seq_T, *bounds, episodes)
             kept_T = kept_B[seq_T].to(trainer_T.dtype)
             weights_T = kept_T if weights_T is None else weights_T * kept_T
         return weights_T
@@ -203,9 +211,9 @@ class CriticObjective(TokenObjective):
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `Objective.loss`; the first number of a token is its value."""
-        mask, target, old = (micro.token[k].to(first_T.device) for k in ("mask", self.returns, self.values))
+        mask, target, old = (micro.token[k] for k in ("mask", self.returns, self.values))
         per_token, stats = value_loss(first_T, old.to(first_T.dtype), target.to(first_T.dtype), mask, self.clip)
-        loss, metrics = (per_token.double() * self.weights(micro, shared, first_T.device)).sum(), Metrics()
+        loss, metrics = (per_token.double() * self.weights(micro, shared)).sum(), Metrics()
         metrics.add_sum("loss", loss)
         for name, x_T in stats.items():
             metrics.add(name, mean(x_T, mask), mask.sum())
@@ -223,11 +231,11 @@ class ProcessObjective(TokenObjective):
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `Objective.loss`; the first number of a token is logp."""
-        device, metrics = first_T.device, Metrics()
-        mask, reference_T = (micro.token[k].to(device) for k in ("mask", "process_ref_logp"))
-        outcome_T = micro.per_token(micro.seq["reward"].clamp(0, 1)).to(device)
-        seq_T = micro.episode_index.to(device)
-        per_token = implicit_reward_loss(first_T, reference_T.to(first_T.dtype), mask, seq_T, outcome_T, self.beta)
-        loss = (per_token.double() * self.weights(micro, shared, device, "seq-mean-token-mean")).sum()
+        metrics = Metrics()
+        mask, reference_T = (micro.token[k] for k in ("mask", "process_ref_logp"))
+        outcome_T, seq_T = micro.per_token(micro.seq["reward"].clamp(0, 1)), micro.episode_index
+        pack = first_T, reference_T.to(first_T.dtype), mask, seq_T
+        per_token = implicit_reward_loss(*pack, outcome_T, self.beta, micro.episodes)
+        loss = (per_token.double() * self.weights(micro, shared, "seq-mean-token-mean")).sum()
         metrics.add_sum("loss", loss)
         return LossResult(loss, metrics)

@@ -48,16 +48,13 @@ class ScoreObjective(Objective):
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `Objective.loss`; the first number of a token is its score."""
-        device, metrics = first_T.device, Metrics()
-        output_B = micro.seq["output"].to(device).long()
+        metrics, output_B = Metrics(), micro.seq["output"].long()
         if first_T.dim() == 2:
-            first_T = first_T.gather(1, torch.repeat_interleave(output_B, micro.lengths.to(device))[:, None])[:, 0]
-        mask = micro.token["mask"].to(device)
-        scores_B = sum_per_sequence(
-            torch.where(mask, first_T, torch.zeros_like(first_T)), micro.seq_index.to(device), len(micro)
-        )
+            first_T = first_T.gather(1, micro.per_token(output_B)[:, None])[:, 0]
+        first_T = torch.where(micro.token["mask"], first_T, torch.zeros_like(first_T))
+        scores_B = sum_per_sequence(first_T, micro.seq_index, len(micro))
         chosen, rejected = scores_B[0::2], scores_B[1::2]
-        margin = micro.seq["margin"].to(device)[0::2]
+        margin = micro.seq["margin"][0::2]
         loss = bradley_terry(chosen, rejected, margin, self.centre).sum() / max(1.0, shared.totals.sequences)
         metrics.add_sum("loss", loss.detach())
         lead = (chosen - rejected).detach()
@@ -98,15 +95,14 @@ class StepObjective(TokenObjective):
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `Objective.loss`; first_T has the two logits of each token, [T, 2]."""
-        device, metrics = first_T.device, Metrics()
-        place_n = micro.token["mask"].nonzero().flatten().to(device)
+        metrics, place_n = Metrics(), micro.where(lambda batch: batch.token["mask"])
         number_n2 = first_T[place_n].double()
         # The probability of the second of two logits is the sigmoid of their difference.
         logit_n = number_n2[:, 1] - number_n2[:, 0]
-        label_n = micro.token["label"].to(device)[place_n]
+        label_n = micro.token["label"][place_n]
         loss = binary_cross_entropy_with_logits(logit_n, label_n, reduction="sum") / max(1.0, shared.totals.tokens)
         metrics.add_sum("loss", loss.detach())
-        describe_steps(metrics, logit_n.detach().sigmoid(), label_n, micro.seq_index.to(device)[place_n], len(micro))
+        describe_steps(metrics, logit_n.detach().sigmoid(), label_n, micro.seq_index[place_n], len(micro))
         return LossResult(loss, metrics)
 
 

@@ -22,10 +22,10 @@ class TokenObjective(Objective):
         """Implements `Objective.prepare`."""
         return Shared(totals(share, self.peers, self.trained_mask(share)))
 
-    def weights(self, micro: Batch, shared: Shared, device: torch.device, mode: str = "token-mean") -> torch.Tensor:
-        """Return the final weight of each token, [T] on the device; 0 outside the mask. mode: as in `token_weights`."""
-        mask, seq = self.trained_mask(micro).to(device), micro.episode_index.to(device)
-        return token_weights(mode, mask, seq, shared.totals)
+    def weights(self, micro: Batch, shared: Shared, mode: str = "token-mean") -> torch.Tensor:
+        """Return the final weight of each token, [T]; 0 outside the mask. mode: as in `token_weights`."""
+        mask_T = self.trained_mask(micro)
+        return token_weights(mode, mask_T, micro.episode_index, shared.totals, sequences=micro.episodes)
 
 
 def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> Totals:

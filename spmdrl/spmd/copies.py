@@ -1,0 +1,66 @@
+"""Copies tensors between host memory and a rank's device, without letting the device run out of work.
+
+A plain copy from host memory to a GPU makes the host wait until the GPU has done all earlier work, so that the GPU has
+nothing to do while the host launches what follows. A copy from pinned memory is only added to the GPU's queue.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+Value = TypeVar("Value")
+
+
+def to_device(value: Value, device: torch.device) -> Value:
+    """Copy the host tensors in a value to a device without waiting for it; on a CPU, return the same tensors.
+
+    value: a tensor, or a dataclass, dict, list or tuple of tensors, such values and others, which stay unchanged.
+    """
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        # A tensor that occurs twice in the value is copied once.
+        if id(tensor) not in copies:
+            pins = device.type == "cuda" and tensor.device.type == "cpu"
+            # The allocator of pinned memory uses the buffer again only after the copy.
+            copies[id(tensor)] = tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
+        return copies[id(tensor)]
+
+    return _mapped(value, copied)
+
+
+def on_host(results: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield each tuple of tensors in host memory, after the device was given the work for the next tuple."""
+    waiting: tuple[tuple[torch.Tensor, ...], Any] | None = None
+    for tensors in results:
+        # Without the wait for the event, these copies could be read before they are complete.
+        copies = tuple(x.to("cpu", non_blocking=True) for x in tensors)
+        event = torch.cuda.Event() if any(x.device.type == "cuda" for x in tensors) else None
+        if event is not None:
+            event.record()
+        if waiting:
+            yield _arrived(*waiting)
+        waiting = copies, event
+    if waiting:
+        yield _arrived(*waiting)
+
+
+def _arrived(copies: tuple[torch.Tensor, ...], event: Any) -> tuple[torch.Tensor, ...]:
+    if event is not None:
+        event.synchronize()
+    return copies
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of a value in which each tensor is replaced by the result of `change`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _mapped(getattr(value, f.name), change) for f in fields(value)})
+    if isinstance(value, dict):
+        return {name: _mapped(part, change) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(part, change) for part in value)
+    return value
