@@ -6,13 +6,15 @@ with `pip install --target DIR liger-kernel cut-cross-entropy quack-kernels verl
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from spmdrl_kernels import chunked_loss, linear_logprob
+from spmdrl_kernels import blocks, chunked_loss, linear_logprob
 
 CHUNK = 1024
 
@@ -29,6 +31,8 @@ class Contender:
     certain: float = 0.1
     """Largest error of a bf16 gradient of nearly certain tokens; rounding logits of 30 may change 1 - p by this
     share."""
+    variant: bool = False
+    """True for our function with other settings, which targets and comparisons with others leave out."""
     logp: Any = None
     """For `loss` contenders, a function that returns the logp from which the loss is computed."""
 
@@ -43,19 +47,29 @@ def plain_loss(h, w, t):
     return torch.nn.functional.cross_entropy((h @ w.t()).float(), t)
 
 
-def ours(backend):
-    return lambda h, w, t: linear_logprob(h, w, t, backend=backend)
+def ours(backend, **options):
+    return lambda h, w, t: linear_logprob(h, w, t, backend=backend, **options)
 
 
 def ours_logp(backend):
     return lambda h, w, t: (linear_logprob(h, w, t, entropy=False, backend=backend)[0], None)
 
 
-def ours_loss(backend):
+def ours_loss(backend, **options):
     def call(h, w, t):
-        return chunked_loss(h, w, t, lambda logp, _, x: -logp / len(t), entropy=False, backend=backend)[0]
+        return chunked_loss(h, w, t, lambda logp, _, x: -logp / len(t), entropy=False, backend=backend, **options)[0]
 
     return call
+
+
+def one_stream(call: Callable) -> Callable:
+    """Return a function of ours whose row operations wait for the products instead of running beside them."""
+
+    def alone(*args):
+        with patch.dict(blocks.TURNS, gpu=1):
+            return call(*args)
+
+    return alone
 
 
 def told_logp(backend):
@@ -113,8 +127,22 @@ def quack():
     return lambda h, w, t: f(h, w, t, chunk_size=4096, reduction="mean")
 
 
-def contenders(device: str) -> tuple[list[Contender], dict[str, str]]:
-    """Return the contenders that can be imported, and the reasons why the others cannot, by name."""
+def variants() -> list[Contender]:
+    """Return our functions on a GPU with settings that were chosen without one, each for a comparison in one run."""
+    waves = {"chunk_vocab": 8448}  # at T = 8192: 2,112 tiles of 128 x 256, 16 on each of an H100's multiprocessors
+    return [
+        Contender("spmdrl (triton), one stream", "both", one_stream(ours("triton")), 4, 2e-2, True),
+        Contender("spmdrl (triton), 8448 columns", "both", ours("triton", **waves), 4, 2e-2, True),
+        Contender("spmdrl (triton), chunks, one stream", "loss", one_stream(ours_loss("triton")), 3, variant=True),
+        Contender("spmdrl (triton), chunks of 1648", "loss", ours_loss("triton", chunk_tokens=1648), 3, variant=True),
+    ]
+
+
+def contenders(device: str, quick: bool = False) -> tuple[list[Contender], dict[str, str]]:
+    """Return the contenders that can be imported, and the reasons why the others cannot, by name.
+
+    quick: without those that are slow, or slow to compile, on a GPU.
+    """
     mine = "triton" if device == "cuda" else "torch"
     out = [
         Contender(f"spmdrl ({mine})", "both", ours(mine), 4, certain=2e-2),
@@ -127,9 +155,13 @@ def contenders(device: str) -> tuple[list[Contender], dict[str, str]]:
     flavour = os.environ.get("LIGER_KERNEL_IMPL", "triton")
     wanted = [("liger, chunks in plain torch", "logp", liger_torch, 4)]
     if device == "cuda":
-        out.append(Contender("spmdrl (torch)", "both", ours("torch"), 4, certain=2e-2))
-        wanted += [
+        out += variants()
+        slow = [
             ("torch.compile'd chunks", "both", compiled_chunks, 4),
+            ("spmdrl (torch)", "both", lambda: ours("torch"), 4),
+        ]
+        wanted = [] if quick else wanted + slow
+        wanted += [
             (f"liger ({flavour})", "logp", lambda: liger("none"), 4),
             (f"liger ({flavour}), loss", "loss", lambda: liger("mean"), 3),
             ("cut-cross-entropy", "logp", lambda: cut_cross_entropy("none"), 4),

@@ -4,12 +4,14 @@ import argparse
 import ctypes
 import gc
 import itertools
+import math
 import os
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,9 @@ from benchmarks._about import available, measured_on  # noqa: E402
 from benchmarks._about import save as write  # noqa: E402
 
 MIB = 2**20
+ROUNDS = 15
+MEASURED = {"mib", "rounds", "clocks", *(f"{x}{end}" for x in ("ms", "bare_ms", "ratio") for end in ("", "_range"))}
+"""Keys of a row that `measure` adds. `ratio`: time divided by that of the bare work in the same round."""
 
 
 @dataclass
@@ -41,38 +46,101 @@ class Job:
     """Runs before every call, untimed."""
 
 
-def measure(jobs: list[Job], device: str, seconds: float, bare_ms: float) -> list[dict]:
-    """Measure time and peak memory for one shape: all jobs take turns for `seconds`, at least three rounds."""
+def measure(
+    jobs: list[Job],
+    device: str,
+    seconds: float,
+    bare: Callable[[], Any],
+    keep: Callable[[list[dict]], None] = lambda rows: None,
+) -> list[dict]:
+    """Measure time and peak memory for one shape: the bare work and all jobs take turns in ROUNDS rounds.
+
+    seconds: time after which no round begins; three rounds always run. bare: makes one call of the bare work. keep: is
+    called with the rows after the first call of every job and after every round.
+    """
     # Dynamo caches 8 graphs of a function; without a reset, most shapes would run uncompiled.
     torch.compiler.reset()
-    alive: list[tuple[Job, list[float]]] = []
+    rows, rounds, read = [job.row for job in jobs], [_Round(job) for job in jobs], clock_reader(device)
     for job in jobs:
-        try:
+        with _failures_in(job.row):
             for i in range(2):
                 job.ready(i)
                 job.run(i)
             job.ready(0)
             job.row["mib"] = peak_mib(device, partial(job.run, 0)) - job.returned / MIB
-            alive.append((job, []))
-        except Exception as error:
-            job.row["error"] = reason(error)
+        keep(rows)
+    bare()
     end = time.monotonic() + seconds
-    for i in itertools.count():
-        for job, times in alive:
-            if "error" in job.row:
-                continue
-            try:
-                job.ready(i)
-                times.append(clock(device, partial(job.run, i)))
-            except Exception as error:
-                job.row["error"] = reason(error)
-        if (i >= 2 and time.monotonic() > end) or all("error" in job.row for job, _ in alive):
+    for i in range(ROUNDS):
+        if (i >= 3 and time.monotonic() > end) or all("error" in row for row in rows):
             break
-    for job, times in alive:
-        if "error" not in job.row:
-            ms = statistics.median(times)
-            job.row |= {"ms": ms, "rounds": len(times), "bare_ms": bare_ms, "roofline": job.least * bare_ms / ms}
-    return [job.row for job in jobs]
+        bare_ms = clock(device, bare)
+        for taken in rounds:
+            if "error" not in taken.job.row:
+                with _failures_in(taken.job.row):
+                    taken.take(i, device, bare_ms, read)
+        keep(rows)
+    return rows
+
+
+@contextmanager
+def _failures_in(row: dict[str, Any]) -> Iterator[None]:
+    """Turn an exception into the row's `error`, and drop what was measured before."""
+    try:
+        yield
+    except Exception as error:
+        for name in MEASURED & row.keys():
+            del row[name]
+        row["error"] = reason(error)
+
+
+class _Round:
+    """The measurements of one job in the rounds so far."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.ms: list[float] = []
+        self.bare: list[float] = []
+        self.clocks: list[tuple[Any, Any]] = []
+
+    def take(self, i: int, device: str, bare_ms: float, read: Callable[[], Any]) -> None:
+        """Time one call and put medians and ranges of all calls so far into the row."""
+        self.job.ready(i)
+        before = read()
+        self.ms.append(clock(device, partial(self.job.run, i)))
+        self.clocks.append((before, read()))
+        self.bare.append(bare_ms)
+        least = self.job.least
+        ratios = [ms / (least * bare) if bare else math.nan for ms, bare in zip(self.ms, self.bare, strict=True)]
+        self.job.row["rounds"] = len(self.ms)
+        for name, values in {"ms": self.ms, "bare_ms": self.bare, "ratio": ratios}.items():
+            self.job.row |= {name: statistics.median(values), f"{name}_range": [min(values), max(values)]}
+        if before is not None:
+            self.job.row["clocks"] = {
+                when: {"sm_mhz": [x[0] for x in some], "memory_mhz": [x[1] for x in some]}
+                for when, some in zip(("before", "after"), zip(*self.clocks, strict=True), strict=True)
+            }
+
+
+def clock_reader(device: str) -> Callable[[], tuple[int, int] | None]:
+    """Return a function that reads the clocks of multiprocessors and memory in MHz; None where NVML is not installed.
+
+    nvidia-smi would take longer than most calls; the facts of the file have its readings before and after all.
+    """
+    if device != "cuda":
+        return lambda: None
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        kinds = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
+        read = lambda: tuple(pynvml.nvmlDeviceGetClockInfo(gpu, kind) for kind in kinds)  # noqa: E731
+        read()
+        return read  # type: ignore[return-value]
+    except Exception as error:
+        print(f"no clocks beside the rows: {reason(error)}", flush=True)
+        return lambda: None
 
 
 def reason(error: Exception) -> str:
@@ -129,12 +197,12 @@ def show(rows: list[dict], sizes: str) -> None:
     """Print a table; `sizes` has one letter for each number of a shape."""
     print(
         " ".join(f"{s:>7}" for s in sizes),
-        f" {'what':9} {'who':32} {'gives':6} {'ms':>9} {'% roofline':>10} {'MiB':>7}",
+        f" {'what':9} {'who':40} {'gives':6} {'ms':>9} {'x bare':>7} {'MiB':>7}",
         flush=True,
     )
     for row in rows:
-        head = " ".join(f"{n:>7}" for n in row["shape"]) + f"  {row['kind']:9} {row['who']:32} {row['gives']:6}"
-        tail = row.get("error") or f"{row['ms']:>9.2f} {100 * row['roofline']:>10.0f} {row['mib']:>7.0f}"
+        head = " ".join(f"{n:>7}" for n in row["shape"]) + f"  {row['kind']:9} {row['who']:40} {row['gives']:6}"
+        tail = row.get("error") or f"{row['ms']:>9.2f} {row['ratio']:>7.3f} {row['mib']:>7.0f}"
         print(head, tail, flush=True)
 
 
@@ -148,7 +216,7 @@ def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
     """Return the largest ratio of our time to another contender's with the same shape, for each (kind, gives)."""
     done, out = [row for row in rows if "ms" in row], {}
     for mine, other in itertools.product(done, done):
-        same = all(mine[k] == other[k] for k in ("kind", "gives", "shape"))
+        same = all(mine[k] == other[k] for k in ("kind", "gives", "shape")) and not mine.get("variant")
         if same and mine["who"].startswith("spmdrl") and not other["who"].startswith("spmdrl"):
             name = mine["kind"], mine["gives"]
             out[name] = max(out.get(name, 0.0), mine["ms"] / other["ms"])
@@ -156,7 +224,7 @@ def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
 
 
 def save(path: str | None, facts: dict, rows: list[dict]) -> None:
-    """Write the results so far in one step. Called after every shape, so that an interrupted run leaves its results."""
+    """Write the results so far in one step. Called after every round, so that an interrupted run leaves its results."""
     write(path, facts, rows=rows)
 
 
@@ -196,13 +264,13 @@ def options(doc: str | None, sizes: str) -> argparse.Namespace:
     parser.add_argument("--json")
     parser.add_argument("--plot")
     parser.add_argument("--shapes", nargs="+", default=[], help=f"{','.join(sizes)} each")
-    parser.add_argument("--seconds", type=float, help="of timing, a shape")
+    parser.add_argument("--seconds", type=float, help="time for the rounds of a shape")
     args = parser.parse_args()
     args.shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
     if wrong := [s for s in args.shapes if len(s) != len(sizes)]:
         parser.error(f"--shapes takes {','.join(sizes)} each, got {wrong[0]}")
     args.device = available()
-    args.seconds = args.seconds or (5 if args.quick or args.device == "cuda" else 12)
+    args.seconds = args.seconds or (25 if args.device == "cuda" else 5 if args.quick else 12)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     return args
 

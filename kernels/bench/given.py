@@ -4,12 +4,12 @@
 
 It works like linear.py, but the inputs are logits [T, V]. `backward` times forward and backward; ours writes the
 gradient over the logits, which are refilled before every call (untimed). The time is compared with that of copying the
-logits: a forward reads them once, which takes half as long as a copy; forward and backward take one and a half copies.
+logits in the same round: a forward reads them once, which takes half as long as a copy; forward and backward take one
+and a half copies. --quick leaves out contenders that are slow, or slow to compile.
 Memory is the peak in addition to the logits; it includes the gradient.
 """
 
 import os
-import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch  # noqa: E402
 from _check import GOALS, KINDS, LIMITS, NAMES, share, too_far  # noqa: E402
 from _contenders import Contender, compiled  # noqa: E402
-from _measure import Job, clock, facts_of, measure, options, plot, reason, save, show, target, worst_ratios  # noqa: E402
+from _measure import Job, facts_of, measure, options, plot, reason, save, show, target, worst_ratios  # noqa: E402
 
 from spmdrl_kernels import token_logprob  # noqa: E402
 
@@ -32,8 +32,8 @@ SHAPES = {
     "cpu": [(512, 32768), (256, 151936)],
     "cpu quick": [(128, 32768), (128, 151936)],
 }
-GOAL_MS = 0.75
-"""Target time in milliseconds of a forward at TARGET on an H200; kernels/NOTES.md lists the targets."""
+GOAL = 1.15
+"""Largest time of a forward at TARGET, divided by half of a copy in the same run (kernels/NOTES.md)."""
 LEAST = {"forward": 0.5, "backward": 1.5}
 
 
@@ -61,11 +61,11 @@ def ours(backend):
     return lambda logits, t: token_logprob(logits, t, inplace_backward=True, backend=backend)
 
 
-def contenders(device: str) -> list[Contender]:
-    mine = ("triton", "torch") if device == "cuda" else ("torch",)
+def contenders(device: str, quick: bool = False) -> list[Contender]:
+    mine = ("torch",) if device == "cpu" else ("triton",) if quick else ("triton", "torch")
     out = [Contender(f"spmdrl ({name})", "both", ours(name), 0) for name in mine]
     out.append(Contender("torch, log_softmax", "both", plain, 0))
-    if device == "cuda":  # On a CPU, compiling takes longer than everything else.
+    if device == "cuda" and not quick:  # On a CPU, compiling takes longer than everything else.
         out.append(Contender("torch.compile'd log_softmax", "both", compiled(plain), 0))
     return out
 
@@ -126,12 +126,10 @@ def jobs_of(shape, device, dtype, field) -> list[Job]:
     return jobs
 
 
-def bare_copy(shape, device, dtype) -> float:
-    """Return the milliseconds of copying the logits."""
+def bare_copy(shape, device, dtype) -> partial:
+    """Return a function that copies the logits."""
     logits, *_ = make(shape, device, dtype, 0)
-    copy = partial(torch.empty_like(logits).copy_, logits)
-    copy()
-    return statistics.median(clock(device, copy) for _ in range(5))
+    return partial(torch.empty_like(logits).copy_, logits)
 
 
 def targets(rows: list[dict], device: str) -> None:
@@ -140,14 +138,14 @@ def targets(rows: list[dict], device: str) -> None:
             target(f"kernel-given-cpu-{kind}-worst-ratio", ratio, 1.0)
         return
     ours = (r for r in rows if r["kind"] == "forward" and r["who"] == "spmdrl (triton)" and r["shape"] == TARGET)
-    target("kernel-given-forward-ms", next(ours, {}).get("ms"), GOAL_MS)
+    target("kernel-given-forward-over-reading", next(ours, {}).get("ratio"), GOAL, ".3f")
 
 
 def main() -> None:
     args = options(__doc__, "TV")
     device, dtype = args.device, torch.bfloat16 if args.device == "cuda" else torch.float32
     facts = facts_of(device, dtype, args.json)
-    field = contenders(device)
+    field = contenders(device, args.quick)
     for kind, goal in GOALS.items():
         largest = max(errors(field[0], device, kind, what)["max dlogp"] for what in KINDS)
         target(f"kernel-given-{NAMES[kind]}-max-dlogp", largest, goal, ".1e")
@@ -157,9 +155,11 @@ def main() -> None:
     field = [c for c in field if c.name not in facts["left_out"]]
     rows = []
     for shape in args.shapes or SHAPES[device + (" quick" if args.quick else "")]:
-        part = measure(jobs_of(shape, device, dtype, field), device, args.seconds, bare_copy(shape, device, dtype))
+        keep = partial(lambda done, part: save(args.json, facts, done + part), list(rows))
+        jobs = jobs_of(shape, device, dtype, field)
+        part = measure(jobs, device, args.seconds, bare_copy(shape, device, dtype), keep)
+        del jobs
         rows += part
-        save(args.json, facts, rows)
         show(part, "TV")
         if device == "cuda" and shape == TARGET:
             targets(part, device)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+BARE = partial(sum, range(10**4))
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_kernel_bench_given_fills_the_logits_again(bench):
         return bench.given.ours("torch")(logits, t)
 
     field = [bench.contenders.Contender("spmdrl", "both", watch, 0)]
-    rows = bench.measure.measure(bench.given.jobs_of((4, 50), "cpu", torch.float32, field), "cpu", 0, 1.0)
+    rows = bench.measure.measure(bench.given.jobs_of((4, 50), "cpu", torch.float32, field), "cpu", 0, BARE)
     assert [row["kind"] for row in rows] == ["forward", "backward"] and all("ms" in row for row in rows)
     want = [bench.given.make((4, 50), "cpu", torch.float32, seed)[0] for seed in (0, 1)]
     assert len(seen) == 12 and all(any(torch.equal(x, w) for w in want) for x in seen)
@@ -99,11 +101,11 @@ def test_kernel_bench_compiles_every_shape_and_never_times_what_is_not_compiled(
         body(inputs[0], torch.ones(vocab, 4), inputs[2])
 
     for vocab in range(5, 5 + 2 * limit):
-        (row,) = bench.measure.measure([job(bench, lambda i, v=vocab: run(v))], "cpu", 0, 1.0)
+        (row,) = bench.measure.measure([job(bench, lambda i, v=vocab: run(v))], "cpu", 0, BARE)
         assert "ms" in row and "error" not in row
     torch.compiler.reset()
     count = iter(range(5, 1000))
-    (row,) = bench.measure.measure([job(bench, lambda i: run(next(count)))], "cpu", 60, 1.0)
+    (row,) = bench.measure.measure([job(bench, lambda i: run(next(count)))], "cpu", 60, BARE)
     assert "RecompileLimit" in row["error"] and "ms" not in row
     torch.compiler.reset()
 
@@ -121,7 +123,7 @@ def test_kernel_bench_what_raises_is_a_row_with_an_error(bench):
         raise ValueError("no kernel")
 
     before = os.getpid()
-    rows = bench.measure.measure([job(bench, late), job(bench, early), job(bench, lambda i: None)], "cpu", 0, 1.0)
+    rows = bench.measure.measure([job(bench, late), job(bench, early), job(bench, lambda i: None)], "cpu", 0, BARE)
     assert os.getpid() == before and len(calls) == 5
     assert rows[0]["error"] == "MemoryError: full" and rows[1]["error"] == "ValueError: no kernel"
     assert "ms" not in rows[0] and "ms" not in rows[1] and "ms" in rows[2]
@@ -140,32 +142,62 @@ def test_kernel_bench_peak_is_that_of_the_call(bench):
         bench.measure.peak_mib("cpu", lambda: (_ for _ in ()).throw(RuntimeError("inside")))
 
 
+def test_kernel_bench_bare_work_and_jobs_take_turns(bench, monkeypatch):
+    """Medians and ranges are over the rounds, and a ratio is that of one round; rows are kept after each of them."""
+    clock, kept, turns = iter(range(1, 1000)), [], []
+    monkeypatch.setattr(bench.measure, "clock", lambda device, call: (call(), 4.0 * next(clock))[1])
+    monkeypatch.setattr(bench.measure, "peak_mib", lambda device, call: 0.0)
+    monkeypatch.setattr(bench.measure, "clock_reader", lambda device: lambda: (1980, 2619))
+
+    def work(name):
+        return lambda *i: turns.append(name)
+
+    def keep(rows):
+        kept.append([row.get("rounds", 0) for row in rows])
+
+    jobs = [job(bench, work(name), who=name) for name in "ab"]
+    rows = bench.measure.measure(jobs, "cpu", 60, work("bare"), keep)
+    assert turns[-45:] == ["bare", "a", "b"] * 15 and kept[2:] == [[n, n] for n in range(1, 16)]
+    for n, row in enumerate(rows):
+        bare = [12.0 * i + 4 for i in range(15)]
+        ratios = [(x + 4 * (n + 1)) / x for x in bare]
+        assert row["bare_ms"] == bare[7] and row["bare_ms_range"] == [bare[0], bare[-1]]
+        assert row["ms"] == bare[7] + 4 * (n + 1) and row["ratio"] == sorted(ratios)[7]
+        assert row["ratio_range"] == [min(ratios), max(ratios)]
+        assert row["clocks"]["before"] == {"sm_mhz": [1980] * 15, "memory_mhz": [2619] * 15} == row["clocks"]["after"]
+
+
 def rows_of(bench, **changes):
     V, D = 151936, 4096
     base = {
-        "forward": ("spmdrl (triton)", "both", 14.0, 500.0),
-        "backward": ("spmdrl (triton)", "both", 57.0, 600.0),
-        "loss": ("spmdrl (triton), loss in chunks", "loss", 44.0, 600 + 4 * V * D / 2**20),
+        "forward": ("spmdrl (triton)", "both", 1.05, 14.7, 500.0),
+        "backward": ("spmdrl (triton)", "both", 1.03, 57.7, 600.0),
+        "loss": ("spmdrl (triton), loss in chunks", "loss", 1.1, 47.0, 600 + 4 * V * D / 2**20),
     } | changes
-    return [
-        {"who": who, "kind": kind, "gives": gives, "shape": (8192, D, V), "ms": ms, "mib": mib}
-        for kind, (who, gives, ms, mib) in base.items()
+    rows = [
+        {"who": who, "kind": kind, "gives": gives, "shape": (8192, D, V), "ratio": ratio, "ms": ms, "mib": mib}
+        for kind, (who, gives, ratio, ms, mib) in base.items()
     ]
+    return [rows[0] | {"who": "spmdrl (triton), one stream", "ratio": 9.0, "variant": True}, *rows]
 
 
 def test_kernel_bench_targets_on_a_gpu(bench, capsys):
     bench.linear.targets_gpu(rows_of(bench))
     good = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("target ")]
     assert len(good) == 6 and all(line[-1] == "ok" for line in good)
+    assert good[0][1:3] == ["kernel-forward-over-bare-matmuls", "1.050"]
     assert good[-1][1:4] == ["kernel-loss-extra-mib-without-fp32-sum-of-dw", "600", "614"]
-    slow = rows_of(bench, forward=("spmdrl (triton)", "both", 14.6, 615.0), loss=("verl", "loss", 1.0, 1.0))
+    slow = rows_of(bench, forward=("spmdrl (triton)", "both", 1.07, 14.0, 615.0), loss=("verl", "loss", 1.0, 1.0, 1.0))
     bench.linear.targets_gpu(slow)
     bad = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("target ")]
     assert [line[-1] for line in bad] == ["miss", "miss", "ok", "ok", "miss", "miss"] and bad[-1][2] == "none"
     row = {"who": "spmdrl (triton)", "kind": "forward", "gives": "both", "shape": (8192, 151936)}
-    for ms, met in ((0.74, "0.74 0.75 ok"), (0.76, "0.76 0.75 miss"), (float("nan"), "nan 0.75 miss")):
-        bench.given.targets([row | {"ms": ms}], "cuda")
-        assert capsys.readouterr().out == f"target kernel-given-forward-ms {met}\n"
+    for ratio, met in ((1.14, "1.140 1.15 ok"), (1.16, "1.160 1.15 miss"), (float("nan"), "nan 1.15 miss")):
+        bench.given.targets([row | {"ratio": ratio}], "cuda")
+        assert capsys.readouterr().out == f"target kernel-given-forward-over-reading {met}\n"
+    others = [row | {"who": who, "ms": ms} for who, ms in (("spmdrl (triton)", 3.0), ("torch", 2.0))]
+    bench.linear.targets_narrow([*others, others[0] | {"ms": 9.0, "variant": True}])
+    assert capsys.readouterr().out == "target kernel-narrow-forward-both-worst-ratio 1.50 1 miss\n"
 
 
 def test_kernel_bench_targets_on_a_cpu(bench, capsys):
@@ -187,16 +219,20 @@ def test_kernel_bench_targets_on_a_cpu(bench, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "given"])
-def test_kernel_bench_leaves_the_shapes_it_has_done(bench, name, monkeypatch, tmp_path):
+def test_kernel_bench_leaves_the_rounds_it_has_done(bench, name, monkeypatch, tmp_path):
     module = getattr(bench, name)
     shapes = {"linear": ["8,16,64", "8,16,72"], "given": ["8,64", "8,72"]}[name]
     real, calls = bench.measure.measure, []
 
-    def stops(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*args)
+    def stops(jobs, device, seconds, bare, keep):
+        calls.append(len(jobs))
+
+        def kept(rows):
+            keep(rows)
+            if len(calls) == 2 and "ms" in rows[-1]:
+                raise KeyboardInterrupt
+
+        return real(jobs, device, seconds, bare, kept)
 
     monkeypatch.setattr(module, "measure", stops)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -206,7 +242,8 @@ def test_kernel_bench_leaves_the_shapes_it_has_done(bench, name, monkeypatch, tm
     with pytest.raises(KeyboardInterrupt):
         module.main()
     got = json.loads(path.read_text())
-    assert {tuple(row["shape"]) for row in got["rows"]} == {tuple(map(int, shapes[0].split(",")))}
+    rounds = {",".join(map(str, row["shape"])): row["rounds"] for row in got["rows"]}
+    assert list(rounds) == shapes and rounds[shapes[0]] >= 3 and rounds[shapes[1]] == 1
     assert got["about"]["versions"]["torch"] and "left_out" in got["about"] and os.listdir(tmp_path) == ["out.json"]
 
 
