@@ -52,7 +52,7 @@ PAIRS = ("builtin:reverse-pairs",)
 @hides(Job.PREFERENCE)
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
-    """Source of the rows: pairs of responses, or responses with a label."""
+    """Source of the rows: pairs of responses, or responses with a label (wanted or not)."""
 
     chosen_column: str = setting("chosen", only_with=lambda c: c.reads_pairs)
     """Column with the better response, as text or messages. If no column holds the prompt, it contains the complete
@@ -100,7 +100,8 @@ class PreferenceMethod:
     label_smoothing: float = setting(
         0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"), only_with=read_as("label_smoothing")
     )
-    """Share of pairs whose label is assumed to be wrong (cDPO). The losses robust and exo_pair need a value above 0."""
+    """Share of pairs that are assumed to name the worse response as the better one (cDPO). The losses robust and
+    exo_pair need a value above 0."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = setting(
         "reverse_kl", only_with=read_as("divergence")
     )

@@ -487,7 +487,7 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    """Numbers and samples that a run shows and keeps."""
+    """Metrics and samples that a run shows and keeps."""
 
     FREE: ClassVar[str] = Free.KEPT
 

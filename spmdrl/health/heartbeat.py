@@ -1,7 +1,8 @@
 """The heartbeat: a thread that publishes its rank's position, notices a stuck main thread, and reads requests to leave.
 
-Once a second it writes one key to the rendezvous store and reads another over a separate connection, even if the main
-thread hangs. So a rank whose collective timed out can name the missing rank and its position.
+Once a second it writes this rank's position to the rendezvous store and looks for requests to leave, over a separate
+connection, even if the main thread hangs. So a rank whose collective timed out can name the missing rank and its
+position.
 """
 
 import json

@@ -14,7 +14,7 @@ log = logging.getLogger("spmdrl")
 
 
 class Journal:
-    """Writes a run's numbers and samples. Ranks other than 0 only write a line per step to their log file."""
+    """Writes a run's metrics and samples. Ranks other than 0 only write a line per step to their log file."""
 
     def __init__(self, session: Session, start_step: int):
         self.console, self.trackers, self.samples = session.console, [], None
@@ -36,7 +36,7 @@ class Journal:
         if self.console:
             self.console.step(step, values, rows)
         self.numbers(step, values)
-        # The numbers are equal on all ranks, so only rank 0 logs them.
+        # The metrics are equal on all ranks, so only rank 0 logs them.
         text = json.dumps({k: round(v, 6) for k, v in values.items()}) if self.first else "is done"
         log.info("step %d %s", step, text)
 
@@ -47,7 +47,7 @@ class Journal:
             self.samples.flush()
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
-        """Write numbers of a step to all trackers, which merge consecutive calls for the same step."""
+        """Write metrics of a step to all trackers, which merge consecutive calls for the same step."""
         for tracker in self.trackers:
             tracker.log(step, values)
 
@@ -61,7 +61,7 @@ class Journal:
 
 def _begin_anew(session: Session, files: list[Path]) -> None:
     """Rename files that an earlier run without a checkpoint wrote into this folder, and print a note, on rank 0."""
-    steps = f"{session.folder} contains the numbers of an earlier run without a checkpoint to continue from"
+    steps = f"{session.folder} contains metrics of an earlier run without a checkpoint to continue from"
     metrics = files[0].exists() and files[0].stat().st_size
     held = [path for path in files if metrics and path.exists() and path.stat().st_size]
     if held:
@@ -71,7 +71,7 @@ def _begin_anew(session: Session, files: list[Path]) -> None:
 def merge_roles(values: dict[str, float], world: World) -> dict[str, float]:
     """Merge the metrics of the ranks that train, score and sample into one dict. Collective under split placement.
 
-    values: this rank's numbers, equal on all ranks of a role. If several roles have a number of the same name, that of
+    values: this rank's metrics, equal on all ranks of a role. If several roles have a metric of the same name, that of
     the training ranks is used, or else that of the sampling ranks. For metrics of memory, the largest value is used.
     """
     if not world.roles.split:

@@ -70,7 +70,7 @@ class JobRun(Generic[C]):
     def reduced(
         self, stats: Metrics, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> dict[str, float]:
-        """Return a step's numbers and times, reduced over the ranks of a group. Collective over the group."""
+        """Return a step's metrics and times, reduced over the ranks of a group. Collective over the group."""
         for name, seconds in self.timer.flush().items():
             stats.add(name, seconds)
         stats.add_max("time/step", time.perf_counter() - self.step_began)
@@ -89,7 +89,7 @@ class JobRun(Generic[C]):
         self.checkpoints.leave(left)
 
     def finish(self) -> None:
-        """Evaluate the models at the end of the job, and print the numbers and the paths of the results. Collective."""
+        """Evaluate the models at the end of the job, and print the metrics and the paths of the results. Collective."""
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
         rank_status.step = rank_status.done = done
         numbers, saver = self.measure_last(done), self.checkpoints.saver
@@ -100,7 +100,7 @@ class JobRun(Generic[C]):
         self.session.finish([shown] if numbers else [])
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate the models after `done` steps, log and return the numbers for the closing lines. Collective."""
+        """Evaluate the models after `done` steps, log and return the metrics for the closing lines. Collective."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -497,7 +497,7 @@ def test_what_a_run_without_a_checkpoint_left_is_set_aside_and_told(start, rows,
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(line % (i + 1) for i in range(start))
     assert said == (
         [
-            f"{tmp_path} contains the numbers of an earlier run without a checkpoint to continue from: this run "
+            f"{tmp_path} contains metrics of an earlier run without a checkpoint to continue from: this run "
             "begins at step 1; the old files are now metrics.jsonl.old, samples.jsonl.old"
         ]
         if rows and not start
