@@ -50,7 +50,7 @@ class AlgoConfig:
     tau_pos: float | None = setting(None, POSITIVE)
     """Temperature of SAPO's gate for tokens with a positive advantage."""
     tau_neg: float | None = setting(None, POSITIVE)
-    """Temperature of SAPO's gate for tokens with any other advantage."""
+    """Temperature of SAPO's gate for tokens with a negative advantage or an advantage of 0."""
     cov_ratio: float | None = setting(None, SHARE)
     """Share of all tokens that the losses kl_cov and clip_cov select."""
     cov_kl_coef: float | None = setting(None, NOT_NEGATIVE)

@@ -25,7 +25,7 @@ CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.
 """The key of the KL controller in files of other versions, the setting that replaces the key, and the value of this
 setting if a file lacks it."""
 RESHARD, GATHER = "policy.reshard_after_forward", "policy.gather"
-"""The key in files of other versions that is false for layers which stay gathered, and the setting that replaces it."""
+"""A key in files of other versions (false: layers stay gathered after their forward), and the setting in its place."""
 MERGED = {
     "policy.recompute": "policy.activation_checkpointing",
     CONTROLLER: TARGET,
@@ -83,7 +83,10 @@ def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]
 
 
 def read_yaml(path: str, problems: list[str]) -> Entries:
-    """Return the entries of a YAML file (dotted names and text) from its YAML nodes, which have line numbers."""
+    """Return the entries of a YAML file (dotted names and text); some keys of other versions become those of this one.
+
+    The entries are read from YAML nodes, because these have line numbers.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.SafeLoader)

@@ -107,8 +107,9 @@ def _exit_job(
 
 
 def _signalled(number: int, before_exit: Callable[[], None]) -> None:
-    """Handle a signal, in a thread: end the job if a rank is lost, else treat the signal as a request to leave.
+    """Handle a signal, in a thread: treat it as a request to leave, or end the job.
 
+    The job ends if a rank is lost, at a second signal, and before the first step (unless `rank_status.keeps_partial`).
     torchrun sends SIGTERM to the remaining ranks when a rank is lost, and when it receives SIGTERM itself.
     """
     if exiting.is_set():

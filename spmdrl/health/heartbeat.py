@@ -83,7 +83,8 @@ class Heartbeat(threading.Thread):
         the time-out; does not return.
         """
         super().__init__(daemon=True, name="heartbeat")
-        # Two clones, because the main thread may block in its connection. `plain` uses keys without the prefix `beat`.
+        # Two clones have connections of their own, because the main thread may block in the connection of `store`.
+        # `plain` uses keys without the prefix `beat`.
         self.plain, own = (store.clone() for _ in range(2))  # type: ignore[attr-defined]
         self.store, self.side_store = (dist.PrefixStore("beat", mine) for mine in (own, self.plain))
         for mine in (self.store, self.side_store):

@@ -162,7 +162,7 @@ def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
 
 
 def folders_of(cfg: Config) -> dict[str, Path]:
-    """Return the folder of each model that the settings name, by its path: the policy and all other models of a run."""
+    """Return path -> folder for each model that the settings name: the policy and all other models of a run."""
     paths = {
         "--model.path": cfg.model.path,
         "--reference.path": cfg.reference.path,

@@ -1,9 +1,9 @@
 """Makes two runs of the same settings and layout equal to the last bit (`--run.deterministic`).
 
 The flag has these effects: torch refuses operations that sum in varying order; each prompt goes to a fixed engine
-(`config/layers.py` sets the static assignment); engines on GPUs use batch-invariant kernels; settings whose effect
-depends on time are refused or named in a warning (`config/engines.py`, `rl/build.py`). Runs become slower. On a CPU, a
-run with the static assignment is usually deterministic even without the flag.
+(`config/layers.py` sets the static assignment); vLLM and SGLang on GPUs use batch-invariant kernels; settings whose
+effect depends on timing are refused or named in a warning (`config/engines.py`, `rl/build.py`). Runs become slower. On
+a CPU, a run with the static assignment is usually deterministic even without the flag.
 """
 
 import os

@@ -153,7 +153,7 @@ def _on_modelscope(name: str, spec: str, fix: str) -> Finding:
 
 
 def _functions(config: Config) -> list[Finding]:
-    """Check that the files of functions and of the chat template exist and define these functions."""
+    """Check that files of functions exist and define the functions, and that a file of the chat template exists."""
     found = []
     for name, default in FUNCTIONS.items():
         value = get(config, name)
