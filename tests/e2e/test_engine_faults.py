@@ -122,7 +122,7 @@ def test_bad_tp_ends_the_job_before_an_engine_is_built(tmp_path):
 def test_bad_placement_without_a_rank_to_train_is_one_message(tmp_path):
     flags = argv("--parallel.placement split --parallel.rollout_ranks 2")
     ended = run([*QUICK, *flags, "--run.dir", tmp_path / "run"], 100, ranks=2)
-    refused(ended, "1 setting to change", "--parallel.rollout-ranks 2", "none of the 2 ranks of the job to train")
+    refused(ended, "1 setting to change", "--parallel.rollout-ranks 2", "leave no rank to train (the job has 2)")
     assert not (tmp_path / "run").exists()
 
 

@@ -275,8 +275,8 @@ def test_a_sampler_that_fails_ends_the_job_by_name(tmp_path):
 
 
 BAD = [
-    (4, {"parallel": split(0)}, ["--parallel.rollout-ranks 0", "needs ranks that sample"]),
-    (2, {"parallel": split(2)}, ["--parallel.rollout-ranks 2", "none of the 2 ranks of the job to train"]),
+    (4, {"parallel": split(0)}, ["--parallel.rollout-ranks 0", "needs at least 1 rank that samples"]),
+    (2, {"parallel": split(2)}, ["--parallel.rollout-ranks 2", "leave no rank to train (the job has 2)"]),
     (
         4,
         {"parallel": split(2, 2)},
