@@ -5,6 +5,7 @@ has shape [T, V]: logits exist for one block at a time, and backward computes th
 and saves the memory of T * V numbers (4.6 GiB in fp32 at T=8192, V=151936).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def linear_logprob(
     softcap: float | None = None,
     mask: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    group_rows: Sequence[int] | None = None,
     valid_vocab: int | None = None,
     batch_invariant: bool = False,
     chunk_tokens: int | None = None,
@@ -56,6 +58,8 @@ def linear_logprob(
             Hidden states, targets, temperature, mask and upstream gradients must be the same on all ranks. Forward
             runs three small collectives. Backward runs one of [T, D], which gives every rank the complete gradient of
             hidden_TD; the weight's gradient is that of this rank's rows.
+        group_rows: number of rows of each rank of the group, so that the host need not wait for the device to know
+            them; None to gather them.
         valid_vocab: rows of the complete weight that are used, from the first; others are padding. None for all rows.
         batch_invariant: whether a row's results and its gradient of hidden_TD are bitwise independent of the other rows
             in the call. If true, all blocks have the same number of rows; kernels/README.md lists the cost.
@@ -84,7 +88,7 @@ def linear_logprob(
         _refuse_for_liger(sizes | {"batch_invariant": batch_invariant or None, "top": top or None})
         return liger_logprob(hidden_TD, weight_VD, targets_T, temperature, entropy, softcap, mask, group, valid_vocab)
     kept, hidden_TD, targets_T, temperature = kept_rows(mask, hidden_TD, targets_T, temperature)
-    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, batch_invariant)
+    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, batch_invariant, group_rows)
     check_values(targets_T, temperature, vocabulary.total)
     if batch_invariant:
         hidden_TD, targets_T, temperature, chunk_tokens = _padded(hidden_TD, targets_T, temperature, chunk_tokens)
@@ -149,6 +153,7 @@ def collision_probability(
     *,
     softcap: float | None = None,
     group: dist.ProcessGroup | None = None,
+    group_rows: Sequence[int] | None = None,
     valid_vocab: int | None = None,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
@@ -162,7 +167,7 @@ def collision_probability(
     targets_T = torch.zeros(len(hidden_TD), dtype=torch.int64, device=hidden_TD.device)
     check_linear(hidden_TD, weight_VD, targets_T, temperature, None)
     check_settings(softcap, {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab})
-    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group)
+    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, group_rows=group_rows)
     check_values(None, temperature, vocabulary.total)
     turns = _turns(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, turns, turns)

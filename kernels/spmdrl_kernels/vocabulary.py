@@ -1,9 +1,12 @@
 """Describes a rank's part of the vocabulary, and sums results over the parts of all ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from spmdrl_kernels.deferred import check_later
 
 MAX, SUM, SECOND, TARGET = range(4)
 """Indices of the rows of a state [4, T], which summarizes the columns processed so far. With logits y after softcap
@@ -85,33 +88,45 @@ def rescale_(state_4T: torch.Tensor, top_T: torch.Tensor, second: str) -> None:
     state_4T[MAX].copy_(top_T)
 
 
+def _differing(facts: list[list[int]], sizes: Sequence[int]) -> str:
+    """Return what is wrong with the ranks' numbers of rows, numbers of targets and sums of targets; empty if nothing.
+
+    sizes: the numbers of rows that the caller named.
+    """
+    rows, targets, sums = map(list, zip(*facts, strict=True))
+    if len(set(targets)) > 1 or len(set(sums)) > 1:
+        return f"ranks of one vocabulary group must pass the same tokens, got {targets} targets that sum to {sums}"
+    return "" if rows == list(sizes) else f"ranks of the group have {rows} rows of the weight, not {list(sizes)}"
+
+
 def open_vocabulary(
     rows: int,
     targets_T: torch.Tensor,
     valid_vocab: int | None,
     group: dist.ProcessGroup | None,
     ordered: bool = False,
+    group_rows: Sequence[int] | None = None,
 ) -> Vocabulary:
     """Return this rank's part of the vocabulary, which is divided in the order of ranks. Collective.
 
-    rows: number of rows of this rank's weight. ordered: see `Vocabulary`.
+    rows: number of rows of this rank's weight. ordered: see `Vocabulary`. group_rows: number of rows of each rank; None
+    to gather them, for which the host waits for the device.
 
     Raises:
-        ValueError: ranks of the group have different targets, or valid_vocab does not fit.
+        ValueError: ranks of the group have different targets or other numbers of rows, or valid_vocab does not fit. On
+            a GPU, a later call raises the error about targets and rows if group_rows is given (`deferred.py`).
     """
     sizes, rank = [rows], 0
     if group is not None:
         rank = dist.get_rank(group)
-        mine = torch.stack([targets_T.new_tensor(rows), targets_T.new_tensor(len(targets_T)), targets_T.sum()])
+        mine = torch.stack([targets_T.new_full((), x) for x in (rows, len(targets_T))] + [targets_T.sum()])
         facts = mine.new_empty(dist.get_world_size(group) * 3)
         dist.all_gather_into_tensor(facts, mine, group=group)
-        facts = facts.view(-1, 3).tolist()
-        if any(fact[1:] != facts[0][1:] for fact in facts):
-            raise ValueError(
-                f"ranks of one vocabulary group must pass the same tokens, got {[fact[1] for fact in facts]} targets "
-                f"that sum to {[fact[2] for fact in facts]}"
-            )
-        sizes = [fact[0] for fact in facts]
+        facts, sizes = facts.view(-1, 3), group_rows
+        if sizes is None:
+            facts = facts.cpu()
+            sizes = facts[:, 0].tolist()
+        check_later(facts, lambda facts: _differing(facts, sizes))
     total, start = sum(sizes), sum(sizes[:rank])
     if valid_vocab is not None and not 1 <= valid_vocab <= total:
         raise ValueError(f"valid_vocab must lie in [1, {total}], the rows of the weight over all ranks: {valid_vocab}")

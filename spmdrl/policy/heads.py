@@ -164,15 +164,18 @@ def sampled(
     second: Second,
     softcap: float | None,
     group: dist.ProcessGroup | None = None,
+    group_rows: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logp and `second` (`contract.Second`) of the sampled tokens, [n] each.
 
-    divisor, softcap: as in `HeadFunction`. group: ranks that divide the vocabulary.
+    divisor, softcap: as in `HeadFunction`. group, group_rows: ranks that divide the vocabulary, and the number of
+    tokens of each.
     """
+    more: dict[str, Any] = {"softcap": softcap, "group": group, "group_rows": group_rows}
     wants: dict[str, Any] = {"entropy": second == "entropy", "top": second == "top"}
-    logp, other = linear_logprob(states_nD, weight_VD, targets_n, divisor, **wants, softcap=softcap, group=group)
+    logp, other = linear_logprob(states_nD, weight_VD, targets_n, divisor, **wants, **more)
     if second == "collision":
-        other = collision_probability(states_nD, weight_VD, divisor, softcap=softcap, group=group)
+        other = collision_probability(states_nD, weight_VD, divisor, **more)
     assert other is not None
     return logp, other
 

@@ -5,6 +5,7 @@ from collections import Counter
 from datetime import timedelta
 
 import pytest
+import torch
 
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.policy.learner import Learner
@@ -40,13 +41,15 @@ CASES: dict[str, tuple[int, dict, dict]] = {
     ),
     "packed, a critic": (1, dict(policy={"share_prompts": False}, algo={"preset": "ppo"}), {}),
     "adapters, sharded": (2, dict(lora={"rank": 4}), {}),
-    "megatron": (1, dict(policy={"backend": "megatron"}), {}),
+    "megatron, two-way tensor parallel": (2, dict(policy={"backend": "megatron"}), {"tp": 2}),
 }
 
 
 def waits_of(world, folder, sections, parallel):
     """Trains a step on the fake GPU; returns for each call of a method its micro-batches, and where the host waited."""
     os.environ["SPMDRL_KERNELS"] = "torch"
+    # The fake GPU then refuses operations for which CUDA has no deterministic kernel.
+    torch.use_deterministic_algorithms(True)
     values = {name: BASE.get(name, {}) | sections.get(name, {}) for name in BASE.keys() | sections.keys()}
     values["policy"] = {"max_tokens_per_microbatch": 24} | values.get("policy", {})
     found: list[tuple[str, int, Counter]] = []

@@ -234,9 +234,10 @@ class FsdpPolicy(Learner):
         """Implements `Learner.gradient_norm`, in float64."""
         total, gradients = torch.zeros((), dtype=torch.float64, device=self.world.device), self.gradients()
         if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))
-            # The last element of `cumsum` is the sum in the order of the parameters; `sum` has other orders.
-            total = norms.square().cumsum(0)[-1]
+            squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square()
+            # On a CPU, the last element of `cumsum` is the sum in the order of the parameters; `sum` has other orders.
+            # A GPU has no deterministic `cumsum`.
+            total = squares.cumsum(0)[-1] if squares.is_cpu else squares.sum()
         return math.sqrt(all_reduce(total, "sum", self.world.shard_group).item())
 
     def step(self, lr: float, norm: float) -> None:

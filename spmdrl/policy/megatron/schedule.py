@@ -57,6 +57,9 @@ class Pipeline:
         self.head = unwrapped(models[0]).head
         state: Any = parallel_state
         self.tp_group = state.get_tensor_model_parallel_group() if layout.tp > 1 else None
+        rows = -(-self.vocabulary // layout.tp)
+        self.rows = [max(0, min(rows, self.vocabulary - rank * rows)) for rank in range(layout.tp)]
+        """Number of tokens in each rank's part of the vocabulary (`model.head_weight`)."""
         self.cp_group = state.get_context_parallel_group() if layout.cp > 1 else None
         self.cp_rank = parallel_state.get_context_parallel_rank()
         self.part = (layout.tp, parallel_state.get_tensor_model_parallel_rank()) if layout.sp else (1, 0)
@@ -164,7 +167,7 @@ class Pipeline:
         weight = head_weight(model)
         if self.head == "lm":
             scale, cap = temperature * self.divisor, self.softcap
-            first, other = sampled(states, weight, head.targets, scale, second, cap, self.tp_group)
+            first, other = sampled(states, weight, head.targets, scale, second, cap, self.tp_group, self.rows)
         else:
             value = nn.functional.linear(states, weight, model.output_layer.bias)
             first = (value[:, 0] if value.shape[1] == 1 else value).to(torch.float32)
