@@ -1,24 +1,25 @@
 """Measures model flops utilization of forward and backward passes for spmdrl's policies and plain HF with FSDP2.
 
-    python benchmarks/mfu.py [--quick] [--json FILE] [--only fsdp megatron plain] [--tokens N] [--length N]
+    python benchmarks/mfu.py [--quick] [--json FILE] [--only SIDE ...] [--tokens N] [--length N]
 
 The script uses one device: a GPU with a random Qwen2 of Qwen2.5-1.5B's shapes in bfloat16 over float32 masters
 (Megatron: bfloat16 with float32 gradients), or a CPU with a small one in float32. `fsdp` and `megatron` are the
 policies as in a run: packed sequences, logp and entropy without logits. `plain` is the usual code with transformers and
-FSDP2: padded rows, logits, `F.cross_entropy`. All sides take turns on the same `--tokens` tokens in two forms:
-sequences of equal length, and sequences of different lengths, for which padding costs time. Their losses must agree
-before the timing. A side that does not fit into memory is reported and left out.
+FSDP2: padded rows, logits, `F.cross_entropy`. On a GPU, the sides in `LADDER` (`_mfu_sides.py`) show the gain of each
+setting. All sides take turns on the same `--tokens` tokens in two forms: sequences of equal length, and sequences of
+different lengths, for which padding costs time. Their losses must agree before the timing. A side that does not fit
+into memory, or whose package is missing, is reported and left out.
 
 The flops of a step follow PaLM (https://arxiv.org/abs/2204.02311, appendix B, with the causal half of attention): 6 N T
 for the matrices, with N parameters without the input embedding and T real tokens, and 12 L H d sum(s^2) / 2 for
 attention, with L layers, H heads of width d, and s the length of each sequence. Padded or recomputed tokens do not
 count. Utilization is relative to the fastest of several matmuls in the same run, and to the vendor's peak if it is
 known. On a CPU, times are CPU seconds of the process on one thread, which do not depend on other load. GiB is the
-memory that a step needs on the device in addition to the models of all sides.
+memory that a step needs on the device in addition to the models of all sides. `busy` is the share of a step in which a
+GPU works: the seconds of its kernels and copies in a separate traced step, divided by the seconds of a step.
 """
 
 import argparse
-import dataclasses
 import gc
 import os
 import platform
@@ -38,9 +39,10 @@ others = [p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks"
 sys.path[:] = [str(ROOT), *others]
 
 import torch  # noqa: E402 (threads and paths first)
-import torch.nn.functional as F  # noqa: E402
 
-from benchmarks._about import available, measured_on, save  # noqa: E402
+from benchmarks._about import available, clocks, measured_on, save  # noqa: E402
+from benchmarks._mfu_sides import LADDER, Ours, Plain  # noqa: E402
+from benchmarks._trace import traced  # noqa: E402
 
 MODELS = {
     "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, heads=(12, 2), vocab_size=151936),
@@ -52,19 +54,25 @@ MODELS = {
 MAKERS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "A100": 312e12}
 """Dense bfloat16 flops per second from data sheets, by a part of the device name in torch."""
 SIDES = ("fsdp", "megatron", "plain")
+"""The sides on a CPU. A GPU runs those of LADDER too."""
+SMALL = 0.36
+"""Least utilization by the shapes of Qwen2.5-0.5B on a GPU."""
+PACKAGES = {"megatron": "megatron", "liger": "liger_kernel"}
+"""Side -> the module that it needs."""
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Maximum relative difference of losses."""
 
 
-def make_model(folder: Path, name: str, longest: int) -> Any:
-    """Write a random model to a HF folder; return its config."""
+def make_model(folder: Path, name: str, longest: int, device: torch.device) -> Any:
+    """Write a random model to a HF folder; return its config. device: where its numbers are drawn."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     values = dict(MODELS[name], tie_word_embeddings=True, max_position_embeddings=max(longest, 1024), eos_token_id=2)
     heads, groups = values.pop("heads")
     config = Qwen2Config(**values, num_attention_heads=heads, num_key_value_heads=groups)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with device:
+        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return config
 
 
@@ -93,108 +101,6 @@ def sequences(config: Any, lengths: list[int]) -> list[torch.Tensor]:
     """Return random tokens [length] for each sequence."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, config.vocab_size, (n,), generator=generator) for n in lengths]
-
-
-class Ours:
-    """A policy of this project over packed micro-batches."""
-
-    def __init__(self, kind: str, folder: str, dtype: str, world: Any, budget: int, recompute: bool):
-        from spmdrl.config.schema import Config
-        from spmdrl.policy.models import backend
-
-        cfg = Config()
-        self.cfg = dataclasses.replace(
-            cfg,
-            model=dataclasses.replace(cfg.model, path=folder, dtype=dtype),
-            policy=dataclasses.replace(
-                cfg.policy,
-                backend=kind,
-                share_prompts=False,
-                max_tokens_per_microbatch=budget,
-                activation_checkpointing="full" if recompute else "none",
-            ),
-        )
-        if kind == "megatron":
-            from spmdrl.policy.megatron.model import initialize
-            from spmdrl.policy.megatron.policy import layout_of
-
-            initialize(layout_of(self.cfg))
-        self.policy = backend(kind)(self.cfg, world, 1)
-
-    def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
-        """Return a function that runs a step and returns its loss, the mean of -log p of all but the first tokens."""
-        from spmdrl.data.batch import Batch
-        from spmdrl.policy.contract import LossResult, Objective, Shared
-        from spmdrl.tracking.metrics import Metrics
-
-        lengths = torch.tensor([len(x) for x in tokens])
-        order = torch.arange(len(tokens))
-        batch = Batch(lengths, {"tokens": torch.cat(tokens)}, {"position": order, "sample": order})
-        mask = torch.ones(batch.n_tokens, dtype=torch.bool)
-        mask[batch.cu_seqlens[:-1].long()] = False
-        batch.token["mask"] = mask
-        micros, count, losses = self.policy.microbatches(batch), int(mask.sum()), []
-
-        class Likelihood(Objective):
-            columns, temperature = frozenset(), 1.0
-
-            def loss(self, micro, first_T, second_T, shared):
-                value = -first_T.sum() / count
-                losses.append(value.detach())
-                return LossResult(value, Metrics())
-
-        objective = Likelihood()
-
-        def step() -> float:
-            losses.clear()
-            self.policy.zero_grad()
-            self.policy.gradient(micros, objective, Shared())
-            return torch.stack(losses).sum().item()
-
-        return step
-
-
-class Plain:
-    """transformers with FSDP2. Rows are padded to the longest of a micro-batch, which is filled to a token budget."""
-
-    def __init__(self, folder: str, dtype: str, world: Any, budget: int, recompute: bool):
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        from transformers import AutoModelForCausalLM
-
-        self.budget, self.device = budget, world.device
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(world.device).train()
-        if recompute:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        kind = getattr(torch, dtype)
-        mixed = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
-        for module in [*self.model.model.layers, self.model]:
-            fully_shard(module, mesh=world.shard_mesh, mp_policy=mixed)
-
-    def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
-        """Return a step with the same loss as `Ours.prepare`."""
-        rows = max(1, self.budget // max(map(len, tokens)))
-        micros = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
-        count = sum(len(x) - 1 for x in tokens)
-
-        def step() -> float:
-            self.model.zero_grad(set_to_none=True)
-            total = torch.zeros((), device=self.device)
-            for i, micro in enumerate(micros):
-                self.model.set_requires_gradient_sync(i == len(micros) - 1)
-                padded = torch.nn.utils.rnn.pad_sequence(micro, batch_first=True).to(self.device)
-                seen = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in micro], batch_first=True)
-                seen = seen.to(self.device)
-                # Without padding no mask is needed, and the causal kernel is faster without one.
-                even = len({len(x) for x in micro}) == 1
-                logits = self.model(padded, attention_mask=None if even else seen, use_cache=False).logits
-                labels = padded.masked_fill(seen == 0, -100)[:, 1:]
-                value = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels.flatten(), reduction="sum") / count
-                del logits
-                value.backward()
-                total += value.detach()
-            return total.item()
-
-        return step
 
 
 def synchronize(device: torch.device) -> None:
@@ -226,8 +132,8 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 def build(name: str, args: tuple) -> Any:
     """Build a side by its name; if that fails, print the reason and return None."""
-    if name == "megatron" and find_spec("megatron") is None:
-        print("megatron: megatron-core is not installed")
+    if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+        print(f"{name}: {PACKAGES[name]} is not installed")
         return None
     try:
         return Plain(*args) if name == "plain" else Ours(name, *args)
@@ -236,8 +142,20 @@ def build(name: str, args: tuple) -> Any:
     return None
 
 
-def measure(sides: dict[str, Any], config: Any, lengths: list[int], times: int, device, dtype) -> list[dict]:
-    """Run all sides in turns; return a row with median seconds and peak memory for each side that fits."""
+def groups(wanted: list[str]) -> list[list[str]]:
+    """Return the sides in the groups that are measured one after the other."""
+    # The compiler may take a minute, so all other sides are measured and saved before it starts.
+    found = [[side for side in wanted if (side == "compiled") is last] for last in (False, True)]
+    return [group for group in found if group]
+
+
+def measure(
+    sides: dict[str, Any], config: Any, lengths: list[int], times: int, device: torch.device, dtype: torch.dtype
+) -> list[dict]:
+    """Run all sides in turns; return a row with median seconds and peak memory for each side that fits.
+
+    The device's work is traced for sequences of equal length only.
+    """
     tokens, steps, rows = sequences(config, lengths), {}, {}
     for name, side in sides.items():
         try:
@@ -255,25 +173,34 @@ def measure(sides: dict[str, Any], config: Any, lengths: list[int], times: int, 
         steps[name] = step
         taken = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
         rows[name] = {"side": name, "loss": loss, "step_gib": taken / 2**30, "seconds_all": []}
-    losses = [row["loss"] for row in rows.values()]
-    if losses and max(losses) - min(losses) > LIMITS[dtype] * max(map(abs, losses)):
-        raise RuntimeError(f"the losses of the sides differ: {dict(zip(rows, losses, strict=True))}")
+    check_losses(list(rows.values()), LIMITS[dtype])
     for _ in range(times):
         for name, step in steps.items():
             rows[name]["seconds_all"].append(seconds(step, device))
-    for row in rows.values():
+    for name, row in rows.items():
         row["seconds"] = statistics.median(row["seconds_all"])
+        row["busy"] = None
+        if device.type == "cuda" and len(set(lengths)) == 1:
+            row |= traced(steps[name]) | {"clocks": clocks()}
+            row["busy"] = row["device_s"] / row["seconds"]
         row["tokens_per_s"] = sum(lengths) / row["seconds"]
         row["flops_per_s"] = flops(config, lengths) / row["seconds"]
     return list(rows.values())
 
 
+def check_losses(rows: list[dict], limit: float) -> None:
+    """Raise RuntimeError if the losses of the rows differ by more than `limit`, relative to the largest."""
+    losses = [row["loss"] for row in rows]
+    if losses and max(losses) - min(losses) > limit * max(map(abs, losses)):
+        raise RuntimeError(f"the losses of the sides differ: { {row['side']: row['loss'] for row in rows} }")
+
+
 def arguments() -> argparse.Namespace:
     """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smaller model, two repetitions")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer repetitions")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--only", nargs="+", choices=(*SIDES, *LADDER), help="default: all on a GPU")
     parser.add_argument("--model", choices=MODELS, help="default: 1.5B on a GPU (quick 0.5B), 20M on a CPU (quick 2M)")
     parser.add_argument("--tokens", type=int, help="of a step; default 65536 on a GPU (quick 16384), 2048 on a CPU")
     parser.add_argument("--length", type=int, help="of the longest sequence; default 4096 on a GPU, 256 on a CPU")
@@ -284,11 +211,11 @@ def arguments() -> argparse.Namespace:
 
 def show(case: str, row: dict) -> None:
     """Print one line of the table."""
-    cells = [f"{row[k]:.2f}" if row[k] else "-" for k in ("mfu_maker", "ratio")]
+    cells = [f"{row[k]:.2f}" if row[k] else "-" for k in ("mfu_maker", "ratio", "busy")]
     print(
         f"{case:7} {row['side']:9} {row['seconds']:9.3f} {row['tokens_per_s']:9.0f} "
         f"{row['flops_per_s'] / 1e12:8.3g} {row['mfu']:6.2f} {cells[0]:>10} {cells[1]:>8} "
-        f"{row['step_gib']:6.1f}"
+        f"{cells[2]:>6} {row['step_gib']:6.1f}"
     )
 
 
@@ -322,28 +249,34 @@ def main() -> None:
     about |= {"budget": budget, "longest": longest, "recompute": args.recompute}
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        config = make_model(Path(scratch), name, longest)
-        built = {side: build(side, (scratch, kind, world, budget, args.recompute)) for side in args.only}
-        sides = {side: x for side, x in built.items() if x is not None}
+        config = make_model(Path(scratch), name, longest, device)
         print(f"{name} of {label}, {kind}; matmul {peak / 1e12:.3g} TFLOPS, maker's figure ", end="")
         print(f"{maker / 1e12:.0f}" if maker else "unknown: MFU is against the matmul of this machine")
-        head = ("kind", "side", "step s", "tokens/s", "TFLOPS", "MFU", "of maker's", "to plain", "GiB")
-        print("{:7} {:9} {:>9} {:>9} {:>8} {:>6} {:>10} {:>8} {:>6}".format(*head))
-        for case, lengths in lengths_of(total, longest).items():
-            found = measure(sides, config, lengths, 2 if args.quick else 7, device, dtype)
-            base = next((row["seconds"] for row in found if row["side"] == "plain"), None)
-            for row in found:
-                row |= {"kind": case, "tokens": sum(lengths), "mfu": row["flops_per_s"] / peak}
-                row["mfu_maker"] = row["flops_per_s"] / maker if maker else None
-                row["ratio"] = base / row["seconds"] if base else None
-                rows.append(row)
-                show(case, row)
-            save(args.json, about, rows=rows)
+        head = ("kind", "side", "step s", "tokens/s", "TFLOPS", "MFU", "of maker's", "to plain", "busy", "GiB")
+        print("{:7} {:9} {:>9} {:>9} {:>8} {:>6} {:>10} {:>8} {:>6} {:>6}".format(*head))
+        for group in groups(args.only or [*SIDES, *(LADDER if on_gpu else ())]):
+            built = {side: build(side, (scratch, kind, world, budget, args.recompute)) for side in group}
+            sides = {side: x for side, x in built.items() if x is not None}
+            for case, lengths in lengths_of(total, longest).items():
+                found = measure(sides, config, lengths, 3 if args.quick else 7, device, dtype)
+                alike = [row for row in rows if row["kind"] == case] + found
+                check_losses(alike, LIMITS[dtype])
+                base = next((row["seconds"] for row in alike if row["side"] == "plain"), None)
+                for row in found:
+                    row |= {"kind": case, "tokens": sum(lengths), "mfu": row["flops_per_s"] / peak}
+                    row["mfu_maker"] = row["flops_per_s"] / maker if maker else None
+                    row["ratio"] = base / row["seconds"] if base else None
+                    rows.append(row)
+                    show(case, row)
+                save(args.json, about, rows=rows)
     print()
     for row in rows:
-        if row["side"] != "plain" and row["ratio"]:
-            verdict = "ok" if row["ratio"] >= 1 else "miss"
-            print(f"target mfu_{row['side']}_over_plain_{row['kind']} {row['ratio']:.3f} >=1 {verdict}")
+        goals: dict[str, tuple[float, float]]
+        goals = {f"mfu_{row['side']}_over_plain_{row['kind']}": (row["ratio"], 1)} if row["ratio"] else {}
+        if on_gpu and name == "0.5B" and row["kind"] == "even":
+            goals[f"mfu_{row['side']}"] = row["mfu"], SMALL
+        for goal, (value, least) in goals.items() if row["side"] in ("fsdp", "megatron") else ():
+            print(f"target {goal} {value:.3f} >={least} {'ok' if value >= least else 'miss'}")
     sys.stdout.flush()
     # Skip the destructors of process groups, which may wait forever.
     os._exit(0)

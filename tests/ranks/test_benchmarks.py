@@ -76,13 +76,36 @@ def test_flops_of_the_formula():
 
 
 def test_mfu_runs(tmp_path):
-    out = tmp_path / "mfu.json"
-    command = [sys.executable, "benchmarks/mfu.py", "--quick", "--tokens", "512", "--length", "128", "--json", str(out)]
+    out, kinds = tmp_path / "mfu.json", ("even", "ragged")
+    sides = {"fsdp", "plain", "layers", "once", "whole"} | ({"megatron"} if find_spec("megatron") else set())
+    sizes = ["--tokens", "512", "--length", "128", "--tokens-per-microbatch", "256"]
+    command = [sys.executable, "benchmarks/mfu.py", "--quick", *sizes, "--json", str(out), "--only", *sides]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(out.read_text())["rows"]
-    sides = {"fsdp", "plain"} | ({"megatron"} if find_spec("megatron") else set())
-    assert {(row["kind"], row["side"]) for row in rows} == {(k, s) for k in ("even", "ragged") for s in sides}
+    assert {(row["kind"], row["side"]) for row in rows} == {(k, s) for k in kinds for s in sides}
     assert all(row["mfu"] > 0 for row in rows)
     assert "target mfu_fsdp_over_plain_even" in done.stdout
+
+
+def test_share_of_time_in_which_a_device_works():
+    from benchmarks._trace import covered, work_of
+
+    def event(cat, name, ts, dur, ph="X"):
+        return {"ph": ph, "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    trace = [
+        event("kernel", "nvjet_tst_128x256", 100.0, 50.0),
+        event("kernel", "flash_fwd_kernel", 120.0, 10.0),  # inside the product, on another stream
+        event("kernel", "vectorized_elementwise_kernel", 145.0, 15.0),  # overlaps its end by 5
+        event("gpu_memcpy", "Memcpy HtoD", 400.0, 20.0),
+        event("cuda_runtime", "cudaLaunchKernel", 160.0, 240.0),  # the host's time is not the device's
+        event("kernel", "an instant", 170.0, 99.0, ph="i"),
+        event("gpu_memset", "Memset", 410.0, 30.0),
+    ]
+    found = work_of({"traceEvents": trace})
+    assert found["device_s"] == pytest.approx(100e-6) and found["launches"] == 5
+    expected = {"product": 50e-6, "attention": 10e-6, "other": 15e-6, "copy": 50e-6}
+    assert found["kinds"] == pytest.approx(expected)
+    assert covered([]) == 0

@@ -12,6 +12,7 @@ from spmdrl.hub.folder import TINY
 from spmdrl.policy.attention import packed
 from spmdrl.policy.fsdp.layers import compile_layers, recompute
 from spmdrl.policy.heads import PackedLM
+from tests.unit.packs import run_pack
 
 
 def numbers(model, lengths):
@@ -21,8 +22,8 @@ def numbers(model, lengths):
     mask = torch.ones(len(tokens), dtype=torch.bool)
     mask[torch.cumsum(lengths, 0) - lengths] = False
     with torch.no_grad():
-        scored = model(tokens, lengths, mask, 0.7)[0]
-    logp, entropy = model(tokens, lengths, mask, 0.7)
+        scored = run_pack(model, tokens, lengths, mask, 0.7)[0]
+    logp, entropy = run_pack(model, tokens, lengths, mask, 0.7)
     (logp.sum() + entropy.sum()).backward()
     return [scored, logp, entropy, *(p.grad for p in model.parameters())]
 
