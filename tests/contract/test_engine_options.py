@@ -1,11 +1,13 @@
 """Arguments with which the vLLM engine is built on a GPU: our own branch, run with a stand-in for vLLM's LLM class."""
 
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.pack_vllm import VLLM as PACKED
 from spmdrl.config.engines import sleep_level
 from spmdrl.engines.vllm.options import build_llm
 from tests.contract.lookup import Tree, members, parameters
@@ -42,17 +44,25 @@ def test_every_engine_on_a_gpu_takes_the_device_of_its_rank(monkeypatch, name):
     assert "block_size" not in given
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_wheel_takes_the_arguments_that_it_is_given(monkeypatch, name):
-    try:
-        tree = Tree(sources("vllm", locked("gpu.txt")["vllm"]))
-    except UnreachableError as error:
-        pytest.skip(str(error))
+@cache
+def taken(version: str) -> set[str]:
+    """Arguments of LLM in a wheel."""
+    tree = Tree(sources("vllm", version))
     llm, fields = tree.find("vllm.LLM"), tree.find("vllm.engine.arg_utils.EngineArgs")
     assert llm and fields
     takes = parameters(llm)
     assert takes and takes.anything, "what LLM does not name goes to EngineArgs"
-    assert set(options(monkeypatch, **CASES[name])) <= {*takes.names, *members(fields)}
+    return {*takes.names, *members(fields)}
+
+
+@pytest.mark.parametrize("version", [locked("gpu.txt")["vllm"], PACKED])
+@pytest.mark.parametrize("name", CASES)
+def test_wheel_takes_the_arguments_that_it_is_given(monkeypatch, name, version):
+    try:
+        known = taken(version)
+    except UnreachableError as error:
+        pytest.skip(str(error))
+    assert set(options(monkeypatch, **CASES[name])) <= known
 
 
 def test_external_launcher_takes_the_local_rank_and_the_other_executor_the_first_device(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmdrl.engines.sglang import transport
-from spmdrl.engines.sglang.transport import Broadcast, SharedMemory, on_host
+from spmdrl.engines.sglang.transport import Broadcast, SharedMemory, fetched
 from tests.contract.fake_cuda import FakeCuda
 from tests.contract.fake_labels import place
 from tests.contract.fake_streams import Copies
@@ -71,5 +71,5 @@ def test_broadcast_from_a_gpu_copies_each_tensor_once_for_its_hash(copies, monke
 
 
 def test_push_from_a_cpu_copies_nothing_on_the_way():
-    assert all(a is b for a, b in zip(on_host([*TENSORS.values()]), TENSORS.values(), strict=True))
-    assert on_host([]) == [] and transport.entries({}) == []
+    assert all(a is b for a, b in zip(fetched([*TENSORS.values()]), TENSORS.values(), strict=True))
+    assert fetched([]) == [] and transport.entries({}) == []

@@ -29,7 +29,7 @@ def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
     return out
 
 
-def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def fetched(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors in host memory. Those of a GPU are copied once, into pinned memory, with one wait for all."""
     if not tensors or tensors[0].device.type == "cpu":
         return tensors
@@ -64,7 +64,7 @@ class SharedMemory:
             nbytes = layout[-1]["at"] + layout[-1]["bytes"]
             os.ftruncate(self.fd, nbytes)
             flat = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-        arrived = iter(on_host([inside(x, box) for name, x in tensors.items() for box in parts[name]]))
+        arrived = iter(fetched([inside(x, box) for name, x in tensors.items() for box in parts[name]]))
         for entry, (name, tensor) in zip(layout, tensors.items(), strict=True):
             there = flat[entry["at"] : entry["at"] + entry["bytes"]].view(tensor.dtype).view(tensor.shape)
             entry["parts"] = []
@@ -108,7 +108,7 @@ class Broadcast:
         """Broadcast one bucket. Raises RuntimeError if the engine received other bytes."""
         self.group = self.group or self._join(process)
         layout = entries(tensors)
-        for entry, part in zip(layout, on_host(list(tensors.values())), strict=True):
+        for entry, part in zip(layout, fetched(list(tensors.values())), strict=True):
             entry["hash"] = int(digest(part))
         process.send("receive", entries=layout)
         options = dist.BroadcastOptions()
