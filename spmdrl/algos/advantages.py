@@ -170,7 +170,7 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
     parts only, as in `--algo.part-weights right=1 format=0.5`.
 
     It is an error if a part has the name `score`. If the weight of a part is not 0, it is also an error if a sample
-    lacks the part or its value is not finite. A sample whose grading timed out has 0 in all parts.
+    lacks the part or its value is not finite. A sample whose grading timed out has 0 in each part that it lacks.
 
     In a group of one, a part becomes `part / (1 + eps)` before the whitening. If a part is equal in all samples of a
     larger group, it adds 0 to their sums.

@@ -1,8 +1,9 @@
 """Losses of preference learning, per pair (a chosen and a rejected response to one prompt) or per labelled response.
 
 A loss is a function of `Pairs` or `Labelled` that returns the loss of every pair or response. A step's loss is the mean
-of these numbers, which does not depend on micro-batches or ranks (law 2 of the design). AOT sorts the pairs of the
-whole step, so it uses values of other pairs, which are computed before the first micro-batch (`Pairs.matched`).
+of these numbers, times the weights of pairs or responses if the settings give them weights. It does not depend on
+micro-batches or ranks (law 2 of the design). AOT sorts the pairs of the whole step, so it uses values of other pairs,
+which are computed before the first micro-batch (`Pairs.matched`).
 
 The log-ratio of a response is its log p under the policy minus its log p under the reference.
 """
@@ -24,7 +25,8 @@ class Pairs:
 
     chosen: torch.Tensor
     rejected: torch.Tensor
-    """log p of each response under the policy: the sum over its tokens."""
+    """log p of each response under the policy: the sum over its tokens, in which tokens beyond the length of the
+    shorter response have the weight `tail`."""
     ref_chosen: torch.Tensor
     ref_rejected: torch.Tensor
     """log p of each response under the reference; zeros if the loss has no reference."""

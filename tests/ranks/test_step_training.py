@@ -228,11 +228,11 @@ def test_models_of_another_class_and_rows_of_another_form_are_refused(made, save
     for sections, words in (
         (
             {"model": {"path": made["whole"]}},
-            r"Qwen2ForSequenceClassification; with --reward-model.rows steps it starts",
+            r"Qwen2ForSequenceClassification; --reward-model.rows steps needs",
         ),
         (
             {"model": {"path": saved}, "reward_model": {"rows": "pairs"}},
-            r"Qwen2ForTokenClassification; with .*rows pairs",
+            r"Qwen2ForTokenClassification; .*rows pairs needs",
         ),
         ({"data": {"train": (mixed,)}}, r"(?s)1 of 8 rows were refused.*mixed\.jsonl:8: it holds a pair \(chosen, rej"),
         (

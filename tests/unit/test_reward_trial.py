@@ -145,7 +145,7 @@ def own(tmp_path):
 def test_right_answers_score_best_on_any_scale(rows, own, capsys):
     """Rewards below 1, above it, and less something for length: only the order of scores counts."""
     below = "right answers get 1 or more in 0.0% of the rows, and eval/accuracy counts only these"
-    above = "wrong answers get 1 or more in 100.0% of the rows, although less than right ones"
+    above = "wrong answers get 1 or more, although less than right ones, in 100.0% of the rows"
     for function, more, told in (
         (f"{own}:half", [], [below]),
         (f"{own}:ten", [], [above]),
@@ -153,9 +153,8 @@ def test_right_answers_score_best_on_any_scale(rows, own, capsys):
     ):
         assert main(flags(rows, function, *more, "--json")) == 0
         found = said(capsys)
-        assert not found["problems"] and [
-            note.startswith(each) for note, each in zip(found["notes"], told, strict=True)
-        ]
+        assert not found["problems"]
+        assert all(note.startswith(each) for note, each in zip(found["notes"], told, strict=True)), found["notes"]
     assert main(flags(rows, "gsm8k", "--reward.more", f"{own}:short=0.01", "--reward.gate", "format")) == 0
     assert "gsm8k + short on " in capsys.readouterr().out
     # So much for length that saying nothing is best.
