@@ -27,7 +27,7 @@ def test_a_teacher_writes_once_and_the_student_learns_from_its_files(tmp_path):
     """Two ranks write and nothing is trained; one rank learns, without the teacher, which is itself."""
     rows = argv("--data.train builtin:reverse --data.limit 64 --tracking.trackers jsonl --teacher.top-k 8")
     write = [*rows, "--teacher.path", "tiny", "--teacher.write", tmp_path / "files"]
-    for said in ("holds the teacher's 8 most likely tokens for 64 sequences", "is written already"):
+    for said in ("holds the teacher's most likely tokens (8 a position; sequences: 64)", "is written already"):
         found = succeed(write, module="spmdrl.sft", ranks=2)
         assert any(line.endswith(said) for line in found.out), found.show()
     assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [
