@@ -2,8 +2,8 @@
 
 T: packed tokens; B: sequences. The ratio of a token is r = exp(old_logp - rollout_logp). The ratio of a sequence is the
 product of the ratios of its unmasked tokens. The log ratio of a token, or the sum of log ratios of a sequence, is
-clamped to +-20. Results have no gradient. Masked tokens have weight 0 and do not count in any statistic, whatever
-values the inputs have there.
+clamped to +-20 before exp. Results have no gradient. Masked tokens have weight 0 and do not count in any statistic,
+whatever values the inputs have there.
 """
 
 from collections.abc import Callable

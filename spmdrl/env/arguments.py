@@ -32,9 +32,8 @@ def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool)
                 continue
             out[key] = _as(value, properties[key], f"the argument {key} of {name}", 0)
         elif closed or schema.get("additionalProperties") is False:
-            raise ArgumentsError(
-                f"{name} has no argument {_shown(key)}: its arguments are {', '.join(properties) or 'none'}"
-            )
+            known = f"its arguments are {', '.join(properties)}" if properties else "it takes none"
+            raise ArgumentsError(f"{name} has no argument {_shown(key)}: {known}")
         else:
             out[key] = value
     if lacking := [key for key in required if key not in out]:

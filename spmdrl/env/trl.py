@@ -56,8 +56,8 @@ class FromTRL:
         if lacking := [key for key in needed if key not in row]:
             raise BrokenError(
                 f"its reset({', '.join(parameters)}) looks like TRL's, whose arguments are columns of the row, but the "
-                f"row has no column {lacking[0]} (it has {', '.join(row)}); if the class is not written for TRL, write "
-                "reset(self, row, seed)"
+                f"row has no column {lacking[0]} (it has {', '.join(row) or 'none'}); if the class is not written for "
+                "TRL, write reset(self, row, seed)"
             )
         observation = self.environment.reset(**columns)
         if isinstance(observation, list):

@@ -89,7 +89,7 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
         if key in row:
             tests = _texts([row[key]] if key == "test" else row[key], key)
             return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code"), start), start=start)
-    raise UngradedError(f"tests have the keys {', '.join(map(str, truth)) or 'none'}: give {FORMS}")
+    raise UngradedError(f"tests have an unknown form (keys: {', '.join(map(str, truth)) or 'none'}): give {FORMS}")
 
 
 def _asserts(text: str) -> bool:

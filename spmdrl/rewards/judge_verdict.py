@@ -262,8 +262,10 @@ def _parsed(content: str, name: str) -> Any:
     except (ValueError, RecursionError):
         raise BadVerdictError("the judge's answer must be one JSON object and nothing else") from None
     if not isinstance(found, dict) or found.keys() != {"reason", name}:
-        keys = ", ".join(map(ascii, found))[:80] if isinstance(found, dict) else type(found).__name__
-        raise BadVerdictError(f"the judge's answer must be an object with only reason and {name}, but has: {keys}")
+        got = f"is of the type {type(found).__name__}"
+        if isinstance(found, dict):
+            got = f"has the keys {', '.join(map(ascii, found))[:80]}" if found else "has no keys"
+        raise BadVerdictError(f"the judge's answer must be an object with only reason and {name}, but {got}")
     if not isinstance(found["reason"], str):
         raise BadVerdictError(f"the reason is of the type {type(found['reason']).__name__}, not text")
     return found[name]
