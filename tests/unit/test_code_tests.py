@@ -57,7 +57,7 @@ def test_what_a_truth_lacks_may_stand_in_other_columns():
         (7, "tests are int"),
         ("7", "tests are int"),
         ({}, "none"),
-        ({"answer": "7"}, "have the keys answer"),
+        ({"answer": "7"}, "have an unknown form (keys: answer)"),
         ({"inputs": ["1"]}, "are a list of 1 and the outputs of the type NoneType:"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "are a list of 2 and the outputs a list of 1:"),
         ({"inputs": [], "outputs": []}, "are a list of 0 and the outputs a list of 0:"),
