@@ -30,9 +30,11 @@ def judge(
     trainer| on GPUs, in bfloat16. On a CPU, in float32, the limit is `FLOAT32` for every token.
     """
     file = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a run that was killed may leave half a line
     if [row.get("step") for row in rows] != list(range(1, steps + 1)):
-        return [f"metrics.jsonl has steps {[row.get('step') for row in rows]}, not 1 to {steps}"], {}
+        # The figures of a run that was stopped are kept.
+        return [f"metrics.jsonl has steps {[row.get('step') for row in rows]}, not 1 to {steps}"], figures_of(rows)
     wrong = []
     name, most = ("logp_diff/max", FLOAT32) if device == "cpu" else ("logp_diff/mean", limit)
     for row in rows:
@@ -44,17 +46,23 @@ def judge(
     if not all(math.isfinite(row.get("loss", math.nan)) for row in rows):
         wrong.append("a loss is missing or not finite")
     wrong += engines_placed(folder, samplers, engine, device)
-    figures = {key: rows[-1][key] for key in SHOWN if key in rows[-1]}
-    if "logp_diff/mean" in rows[1]:
-        figures["logp_diff/mean after the second wake"] = rows[1]["logp_diff/mean"]
-    figures |= {key: rows[-1][key] for key in rows[-1] if key.startswith("memory/")}
     loose = [row.get("memory/unaccounted_gib") for row in rows]
     if device == "cuda":
         if None in loose:
             wrong.append("memory/unaccounted_gib is not in every step")
         elif loose[-1] - loose[1] > GROWTH:
             wrong.append(f"memory without a known owner grew from {loose[1]:.2f} to {loose[-1]:.2f} GiB")
-    return wrong, figures
+    return wrong, figures_of(rows)
+
+
+def figures_of(rows: list[dict]) -> dict[str, float]:
+    """Return figures of the last step, and the difference after the second wake."""
+    if not rows:
+        return {}
+    figures = {key: rows[-1][key] for key in SHOWN if key in rows[-1]}
+    if len(rows) > 1 and "logp_diff/mean" in rows[1]:
+        figures["logp_diff/mean after the second wake"] = rows[1]["logp_diff/mean"]
+    return figures | {key: rows[-1][key] for key in rows[-1] if key.startswith("memory/")}
 
 
 def engines_placed(folder: Path, samplers: list[int], engine: str, device: str) -> list[str]:

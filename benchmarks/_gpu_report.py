@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-MOST = 4 << 20
+MOST = 1 << 20
 """Largest number of bytes of a benchmark's file that goes into the report. A larger file stays beside it."""
 
 

@@ -139,6 +139,8 @@ class Short:
     """Empty for the programs of the long form, benchmarks with `--quick`."""
     spare: bool = False
     """True for a stage that runs after all others, in the time that they left."""
+    proves: str = ""
+    """What the short form proves, if that is less than the stage does."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ class Stage:
     def shortened(self) -> "Stage":
         """Return the short form of a stage that has one."""
         assert self.short
-        return replace(self, limit=self.short.limit, runs=self.short.runs or self.runs, spare=self.short.spare)
+        proves, runs = self.short.proves or self.proves, self.short.runs or self.runs
+        return replace(self, proves=proves, limit=self.short.limit, runs=runs, spare=self.short.spare)
 
     def lacks(self, form: Form, gib: float = 1e9) -> str:
         """Return the reason why the stage cannot run, or an empty text. gib: memory of the smallest GPU."""
@@ -312,6 +315,7 @@ STAGES: list[Stage] = [
                     f"{PYTEST} tests/engines/test_vllm.py -k test_parity_of_engine_trainer",
                 ),
             ),
+            proves="one vLLM engine: agreement after each of 5 updates, refusal of stale weights, sleep, abort",
         ),
     ),
     Stage(
@@ -320,7 +324,11 @@ STAGES: list[Stage] = [
         160,
         tuple(Training(f"level {n}", "vllm", f"--rollout.sleep-level {n}") for n in (1, 2)),
         modules=("vllm",),
-        short=Short(55, (Training("level 2", "vllm", "--rollout.sleep-level 2 --rollout.enforce-eager"),)),
+        short=Short(
+            55,
+            (Training("level 2", "vllm", "--rollout.sleep-level 2 --rollout.enforce-eager"),),
+            proves="vLLM's sleep at level 2, without graphs: right weights after every wake, no memory lost",
+        ),
     ),
     Stage(
         "ranks_tp1",

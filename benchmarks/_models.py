@@ -138,6 +138,9 @@ def random_published(folder: Path, name: str, device: str = "cpu", **changes: An
     with torch.device(device):
         model = getattr(transformers, f"{sizes['family']}ForCausalLM")(config)
     model.bfloat16().save_pretrained(folder)
+    if device != "cpu":
+        del model
+        torch.cuda.empty_cache()
     for file in TINY.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder

@@ -135,7 +135,7 @@ def measure(folder: Path, device: str, args: argparse.Namespace, about: dict[str
         def logged(step: int, *more: Any, **named: Any) -> Any:
             out = log(step, *more, **named)
             phases = {name: run.memory.phases[name] for name in PHASES if name in run.memory.phases}
-            row = {"step": step, "gib": {name: border.measured / 2**30 for name, border in phases.items()}}
+            row = {"step": step + 1, "gib": {name: border.measured / 2**30 for name, border in phases.items()}}
             line = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
             kept = ("time/", "memory/", "logp_diff/", "tokens/s", "grad_norm", "response_length/mean")
             rows.append(row | timed.taken() | {k: v for k, v in line.items() if k.startswith(kept)})

@@ -196,7 +196,15 @@ class Probe:
 
         rows = self.facts["agreement"] = []
         before = [p.clone() for _, p in self.local_weights()]
-        self.run.evaluate = lambda step, force=False: rows.append(self.agree(prompts))
+
+        def evaluate(step: int, force: bool = False) -> None:
+            rows.append(self.agree(prompts))
+            names = ("engine_trainer_mean", "engine_trainer", "engine_hf")
+            told = ", ".join(f"{name} {rows[-1][name]:.2e}" for name in names)
+            # A line of its own for the report of benchmarks/first_gpu_run.py, also if this process is killed later.
+            print(f"\nfigure |dlogp| after {rows[-1]['version']} updates: {told}", flush=True)
+
+        self.run.evaluate = evaluate
         train(self.run)
         packed = getattr(self.engine, "packed", None)
         self.facts["packed"] = len(packed.linears) if packed else 0

@@ -466,6 +466,11 @@ def test_judge_names_what_is_wrong(tmp_path):
     assert figures["logp_diff/mean after the second wake"] == 0.02 and figures["memory/unaccounted_gib"] == 3.0
     assert wrong(good, limit=0.025) == "step 3: logp_diff/mean is 0.03, not below 0.025"
     assert "steps [1, 2], not 1 to 3" in wrong(good[:2])
+    killed = left(tmp_path, good[:2], logs)
+    with open(killed / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    stopped = judge(killed, 3, [2, 3], "vllm", "cuda", 0.05)[1]
+    assert stopped["logp_diff/mean"] == 0.02, "a run that was stopped keeps its figures"
     assert "logp_diff/mean is nan" in wrong([*good[:2], good[2] | {"logp_diff/mean": float("nan")}])
     assert "logp_diff/mean is None" in wrong([good[0], {k: v for k, v in good[1].items() if "logp" not in k}, good[2]])
     assert "no gradient" in wrong([row | {"grad_norm": 0.0} for row in good])
