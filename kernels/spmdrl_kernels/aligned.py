@@ -7,8 +7,9 @@ Logits exist for one chunk of rows at a time, as in `distill.py`.
 Shapes: C rows; V tokens in the student's vocabulary, U in the teacher's, M in both.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -54,6 +55,21 @@ class Matched:
     """Ids of the same tokens, in the same order, in the teacher's vocabulary."""
     beta: float
     """Parameter `beta` of `unnormalized_jsd` over these tokens."""
+    found: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
+    """Results of `others`, because the host waits for the device to count the tokens."""
+
+    def others(self, student: int, teacher: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the other ids, int64, of vocabularies of these sizes: the student's and the teacher's."""
+        if (student, teacher) not in self.found:
+            both = ((student, self.student_M), (teacher, self.teacher_M))
+            self.found[student, teacher] = tuple(map(_other_ids, both))  # type: ignore[assignment]
+        return self.found[student, teacher]
+
+
+def _other_ids(given: tuple[int, torch.Tensor]) -> torch.Tensor:
+    size, ids_M = given
+    others = torch.ones(size, dtype=torch.bool, device=ids_M.device)
+    return torch.nonzero(others.index_fill(0, ids_M, False)).flatten()
 
 
 def sorted_distance(s_CV: torch.Tensor, t_CU: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,8 +99,7 @@ def unnormalized_jsd(s_CM: torch.Tensor, t_CM: torch.Tensor, beta: float) -> tup
     if beta == 1:
         gap_CM = s_CM - t_CM
         return (p_CM * gap_CM).sum(1), p_CM * (gap_CM + 1)
-    share = torch.tensor(beta, dtype=s_CM.dtype, device=s_CM.device)
-    m_CM = torch.logaddexp(s_CM + torch.log1p(-share), t_CM + share.log())
+    m_CM = torch.logaddexp(s_CM + math.log1p(-beta), t_CM + math.log(beta))
     slope_CM = (1 - beta) * p_CM * (s_CM - m_CM)
     return slope_CM.sum(1) + beta * (t_CM.exp() * (t_CM - m_CM)).sum(1), slope_CM
 
@@ -104,19 +119,12 @@ def compare(s_CV: torch.Tensor, t_CU: torch.Tensor, matched: Matched | None) -> 
     direct_C, slope_CM = unnormalized_jsd(s_CV[:, matched.student_M], t_CU[:, matched.teacher_M], matched.beta)
     slope_CV = torch.zeros_like(s_CV)
     slope_CV[:, matched.student_M] = slope_CM * share
-    mine, theirs = other_columns(s_CV, matched.student_M), other_columns(t_CU, matched.teacher_M)
+    mine, theirs = matched.others(s_CV.shape[1], t_CU.shape[1])
     if not len(mine) or not len(theirs):
         return share * direct_C, slope_CV
     distance_C, sign_CN = sorted_distance(p_CV[:, mine], t_CU[:, theirs].exp())
     slope_CV[:, mine] = sign_CN.mul_(p_CV[:, mine]).mul_(1 - share)
     return share * direct_C + (1 - share) * distance_C, slope_CV
-
-
-def other_columns(x_CV: torch.Tensor, columns_M: torch.Tensor) -> torch.Tensor:
-    """Return the indices, int64, of the columns of x that `columns_M` does not list."""
-    others = torch.ones(x_CV.shape[1], dtype=torch.bool, device=x_CV.device)
-    others[columns_M] = False
-    return torch.nonzero(others).flatten()
 
 
 def aligned_loss(
