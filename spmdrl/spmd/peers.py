@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 
 
@@ -18,7 +19,7 @@ class Peers:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks; the result is on the device. Collective."""
-        return all_reduce(x.to(self.device), "sum", self.group)
+        return all_reduce(to_device(x, self.device), "sum", self.group)
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers. Collective."""
@@ -29,7 +30,7 @@ class Peers:
 
     def rows(self, x_nK: torch.Tensor) -> list[torch.Tensor]:
         """Gather the rows of every rank, on the device, in rank order. Collective."""
-        return all_gather_rows(x_nK.to(self.device), self.group)
+        return all_gather_rows(to_device(x_nK, self.device), self.group)
 
     @property
     def index(self) -> int:

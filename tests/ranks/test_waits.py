@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spmdrl.config.schema import ParallelConfig
+from spmdrl.policy import heads
 from spmdrl.policy.learner import Learner
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.train import train
@@ -46,13 +47,17 @@ CASES: dict[str, tuple[int, dict, dict]] = {
 
 
 def waits_of(world, folder, sections, parallel):
-    """Trains a step on the fake GPU; returns for each call of a method its micro-batches, and where the host waited."""
+    """Trains a step on the fake GPU; returns for each call of a method its micro-batches, and where the host waited.
+
+    Also returns the number of plans that the step made for its forwards.
+    """
     os.environ["SPMDRL_KERNELS"] = "torch"
     # The fake GPU then refuses operations for which CUDA has no deterministic kernel.
     torch.use_deterministic_algorithms(True)
     values = {name: BASE.get(name, {}) | sections.get(name, {}) for name in BASE.keys() | sections.keys()}
     values["policy"] = {"max_tokens_per_microbatch": 24} | values.get("policy", {})
     found: list[tuple[str, int, Counter]] = []
+    plans: list[int] = []
     with FakeCuda() as gpu:
         world = world_from_group(ParallelConfig(**parallel), 1, CUDA, world.rank, timedelta(seconds=100))
         run = open_demo(world, folder, values | {"parallel": parallel})
@@ -75,16 +80,27 @@ def waits_of(world, folder, sections, parallel):
             (Learner, "_optimizer_step"),
         ):
             setattr(owner, name, counted(name, getattr(owner, name)))
+        module, name = heads, "plan_forward"
+        if values["policy"].get("backend") == "megatron":
+            from spmdrl.policy.megatron import attention
+
+            module, name = attention, "make_pack"
+        make = getattr(module, name)
+        setattr(module, name, lambda *args: plans.append(1) or make(*args))
         train(run)
         run.close()
-    return found
+    return found, len(plans)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_waits_of_a_step_do_not_grow_with_micro_batches(tmp_path, case):
     n, sections, parallel = CASES[case]
-    calls = run_ranks(waits_of, n, str(tmp_path), sections, parallel, parallel=parallel, limit=200.0)
-    for name, micros, waits in (call for rank in calls for call in rank if call[0] in MOST):
+    ranks = run_ranks(waits_of, n, str(tmp_path), sections, parallel, parallel=parallel, limit=200.0)
+    for name, micros, waits in (call for calls, _ in ranks for call in calls if call[0] in MOST):
         assert waits <= Counter(MOST[name]) and (micros > 2 or name != "gradient"), (name, micros, waits)
         assert name != "_optimizer_step" or waits.total() == 2
-    assert {name for name, *_ in calls[0]} >= MOST.keys()
+    for calls, plans in ranks:
+        assert {name for name, *_ in calls} >= MOST.keys()
+        # The first pass checks the model. All others run the same micro-batches, and so share their plans.
+        first, *passes = [micros for name, micros, _ in calls if name == "microbatches"]
+        assert len(passes) > 1 and set(passes) == {passes[0]} and plans == first + passes[0]
