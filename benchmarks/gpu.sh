@@ -9,9 +9,9 @@
 # and says why.
 #
 # PYTHON names the interpreter (default: .venv/bin/python, else python3). No network is used: packages that it lacks are
-# taken from the wheels in the folder WHEELS (default .whl, if there is one), and vLLM from the folder PACKED_VLLM
-# (default .vllm, if there is one), which benchmarks/pack_vllm.py made, for the time of the run. QWEN3_30B names the
-# folder of Qwen3-30B-A3B-Base, if it is here.
+# taken from the wheels in the folder WHEELS (default .whl, if there is one), and vLLM from the folder PACKED_VLLM and its
+# further parts PACKED_VLLM-2 and so on (default .vllm, if there is one), which benchmarks/pack_vllm.py made, for the time
+# of the run. QWEN3_30B names the folder of Qwen3-30B-A3B-Base, if it is here.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
@@ -28,11 +28,16 @@ with_wheels() { # puts the wheels into $site
 }
 
 with_vllm() { # puts the packed vLLM into $site; a part of it that fails leaves no vLLM
-    local why
-    why=$(timeout 20 "$PYTHON" benchmarks/pack_vllm.py --unpack "$packed" "$work/vllm" 2>&1) && mkdir -p "$site" &&
-        cp -alf "$work/vllm/." "$site/" && return
-    export SPMDRL_NO_VLLM="could not be unpacked from $packed: $(tail -n 1 <<<"$why")"
-    echo "vLLM $SPMDRL_NO_VLLM"
+    local why part end=$((SECONDS + 20))
+    for part in "$packed" "$packed"-*; do
+        [[ -d $part ]] || continue
+        why=$(timeout $((end > SECONDS ? end - SECONDS : 1)) "$PYTHON" benchmarks/pack_vllm.py --unpack "$part" "$work/vllm" 2>&1) || {
+            export SPMDRL_NO_VLLM="could not be unpacked from $part: $(tail -n 1 <<<"${why:-it took more than 20 s}")"
+            echo "vLLM $SPMDRL_NO_VLLM"
+            return
+        }
+    done
+    mkdir -p "$site" && cp -alf "$work/vllm/." "$site/"
 }
 
 on_top() { # an environment on top of $PYTHON's own with what is in $site; programs that stages start see it too

@@ -388,7 +388,9 @@ def test_a_program_that_is_killed_leaves_a_report_of_what_it_had(tmp_path, numbe
 
 STUB = """#!/bin/bash
 case "$1 $2" in
-"benchmarks/pack_vllm.py --unpack") echo "one line"; echo "the library is corrupt"; exit 1 ;;
+"benchmarks/pack_vllm.py --unpack")
+    [[ $3 == */first ]] && exit
+    echo "one line"; echo "the library is corrupt"; exit 1 ;;
 "benchmarks/first_gpu_run.py "*) echo "without vLLM: $SPMDRL_NO_VLLM; after $SPMDRL_SETUP_SECONDS s; $*" ;;
 esac
 """
@@ -398,10 +400,12 @@ def test_the_script_goes_on_without_a_vllm_that_cannot_be_unpacked(tmp_path):
     python = tmp_path / "python"
     python.write_text(STUB)
     python.chmod(0o755)
-    (tmp_path / "packed").mkdir()
+    for name in ("packed", "first", "first-2"):
+        (tmp_path / name).mkdir()
     given = {"PYTHON": str(python), "WHEELS": str(tmp_path / "none")}
     for folder, why in (
         ("packed", f"could not be unpacked from {tmp_path}/packed: the library is corrupt"),
+        ("first", f"could not be unpacked from {tmp_path}/first-2: the library is corrupt"),
         ("absent", f"is not installed for this device, and there is no folder {tmp_path}/absent with a packed one"),
     ):
         environment = os.environ | given | {"PACKED_VLLM": str(tmp_path / folder)}
