@@ -28,11 +28,13 @@ with_wheels() { # puts the wheels into $site
 }
 
 with_vllm() { # puts the packed vLLM into $site; a part of it that fails leaves no vLLM
-    local why part end=$((SECONDS + 20))
+    local why part left end=$((SECONDS + 20))
     for part in "$packed" "$packed"-*; do
         [[ -d $part ]] || continue
-        why=$(timeout $((end > SECONDS ? end - SECONDS : 1)) "$PYTHON" benchmarks/pack_vllm.py --unpack "$part" "$work/vllm" 2>&1) || {
-            export SPMDRL_NO_VLLM="could not be unpacked from $part: $(tail -n 1 <<<"${why:-it took more than 20 s}")"
+        left=$((end > SECONDS ? end - SECONDS : 1))
+        why=$(timeout "$left" "$PYTHON" benchmarks/pack_vllm.py --unpack "$part" "$work/vllm" 2>&1) || {
+            why=$(tail -n 1 <<<"${why:-it took more than 20 s}")
+            export SPMDRL_NO_VLLM="could not be unpacked from $part: $why"
             echo "vLLM $SPMDRL_NO_VLLM"
             return
         }
