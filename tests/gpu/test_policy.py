@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmdrl.config.schema import OptimizerConfig
 from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.varlen import KERNELS, attend, installed, lacking, make_runs, needs_of
+from spmdrl.policy.fsdp.layers import compile_layers, use_liger
 from spmdrl.policy.heads import PackedLM
+from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.copies import to_device
 from tests.unit.varlen_kernels import stand_in
 
@@ -76,27 +79,48 @@ def test_shared_prompts_in_float32_build_no_mask(monkeypatch):
         torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
 
 
-def test_liger_layers_are_the_same_model():
-    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    from spmdrl.policy.fsdp.layers import use_liger
-
+@pytest.mark.parametrize("how", ["liger", "compiled"])
+def test_changed_layers_are_the_same_model(how):
+    if how == "liger":
+        pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     tokens, lengths = torch.arange(3, 40).repeat(2), torch.tensor([37, 37])
     mask = torch.arange(74) % 37 > 0
     found = []
-    for liger, dtype in ((False, torch.float64), (False, torch.float32), (True, torch.float32)):
+    for changed, dtype in ((False, torch.float64), (False, torch.float32), (True, torch.float32)):
         hf = build_model(TINY, torch.float32, False, attention.register()).to("cuda", dtype)
-        if liger:
+        if changed and how == "liger":
             use_liger(hf, "on", torch.device("cuda"), dtype)
             assert any("Liger" in type(m).__name__ or "liger" in m.forward.__module__ for m in hf.modules())
+        elif changed:
+            compile_layers(hf)
         model = PackedLM(hf, "padded")
         logp, entropy = model(model.plan(tokens, lengths, mask), 1.0)
         (logp * torch.linspace(-1, 1, 74, device="cuda") + entropy).sum().backward()
         found.append([logp.detach(), entropy.detach(), *(p.grad for p in model.parameters())])
     for exact, plain, other in zip(*found, strict=True):
-        # Liger rounds at other places than transformers does, and may be as far from float64 within a factor.
+        # They round at other places than transformers does, and may be as far from float64 within a factor.
         error, usual = ((x.double() - exact.double()).norm() for x in (other, plain))
         print(f"{tuple(exact.shape)}: {error / exact.norm():.1e}, transformers {usual / exact.norm():.1e}")
         assert error <= 10 * usual + 1e-6 * exact.norm()
+
+
+def test_norms_and_steps_of_all_parameters_in_one_call_are_those_of_the_host():
+    generator, found = torch.Generator().manual_seed(0), []
+    shapes = (1,), (7,), (300, 5), (1000, 1000), (70_001,)
+    weights, gradients = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2))
+    for device in ("cpu", "cuda"):
+        parameters = [torch.nn.Parameter(x.to(device, copy=True)) for x in weights]
+        optimizer = make_optimizer(parameters, OptimizerConfig(lr=1e-2, weight_decay=0.1))
+        for _ in range(3):
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient.to(device, copy=True)
+            norms = torch._foreach_norm([p.grad for p in parameters], 2, dtype=torch.float64)
+            torch._foreach_mul_([p.grad for p in parameters], 0.3)
+            optimizer.step()
+        exact = [gradient.double().norm() for gradient in gradients]
+        torch.testing.assert_close([x.cpu() for x in norms], exact, rtol=1e-12, atol=0)
+        found.append([p.detach().cpu() for p in parameters])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("extra", [[], ["--policy.offload", "host", "--model.dtype", "bfloat16"]])
