@@ -174,7 +174,8 @@ class PaperRank:
             shares = max((len(model.scorers) for _, model in self.models.named()), default=1)
         mine = -(-sequences // shares)
         samples = min(mine, rollout.samples_per_prompt)
-        batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, 128)
+        vocab = min(128, self.hf_config.get_text_config().vocab_size)
+        batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, vocab)
         updates = self.cfg.algo.updates_per_step
         one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
         parts = {"cfg": one, "algo": self.algo, "models": self.models, "peers": peers} | _parts_of(one)
