@@ -26,6 +26,8 @@ PACKAGES = (
 )
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 """Readings of nvidia-smi: MHz, watts, degrees Celsius."""
+SECONDS = 20.0
+"""Least time between two readings while a benchmark runs."""
 
 
 def output_of(*command: str, seconds: float = 20) -> str:
@@ -43,6 +45,18 @@ def clocks() -> list[dict[str, str]]:
     """Return clocks, power and temperature of each GPU, as nvidia-smi reads them at this moment."""
     lines = output_of("nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader").splitlines()
     return [dict(zip(CLOCKS, map(str.strip, line.split(",")), strict=False)) for line in lines]
+
+
+_read: tuple[float, list[dict[str, str]]] = (float("-inf"), [])
+"""Time and result of the last reading of `recent_clocks`."""
+
+
+def recent_clocks() -> list[dict[str, str]]:
+    """Return the result of `clocks`, at most SECONDS old: a reading takes so long that the GPU would idle meanwhile."""
+    global _read
+    if time.monotonic() - _read[0] > SECONDS:
+        _read = time.monotonic(), clocks()
+    return _read[1]
 
 
 def versions() -> dict[str, str]:
@@ -128,7 +142,7 @@ def save(file: Path | str | None, about: dict[str, Any], **results: Any) -> None
         return
     place = Path(file)
     place.parent.mkdir(parents=True, exist_ok=True)
-    after = {"clocks_after": clocks()} if about["device"] != "cpu" else {}
+    after = {"clocks_last": recent_clocks()} if about["device"] != "cpu" else {}
     part = place.with_name(place.name + ".part")
     part.write_text(json.dumps({"about": about | after} | results, indent=1) + "\n")
     os.replace(part, place)

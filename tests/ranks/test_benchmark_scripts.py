@@ -208,6 +208,21 @@ def test_benchmark_files_claim_a_device_by_their_names(name, kind, tmp_path, mon
         _about.measured_on("cuda", None)
 
 
+def test_benchmarks_that_save_often_ask_for_clocks_seldom(tmp_path, monkeypatch):
+    """nvidia-smi takes so long that the GPU would idle; kernels save after every round."""
+    from benchmarks import _about
+
+    asked = []
+    line = "1980 MHz, 1980 MHz, 2619 MHz, 431.20 W, 700.00 W, 46"
+    monkeypatch.setattr(_about, "output_of", lambda *words: asked.append(words) or line)
+    monkeypatch.setattr(_about, "_read", (float("-inf"), []))
+    for i in range(5):
+        _about.save(tmp_path / "out.json", {"device": "NVIDIA H100"}, rows=[i])
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["rows"] == [4] and len(asked) == 1
+    assert told["about"]["clocks_last"][0]["power.draw"] == "431.20 W"
+
+
 def test_benchmarks_imports_are_followed_into_functions():
     """This file exists for one mistake: a name that has moved, imported where a script does its work."""
     text = "def side():\n    from spmdrl.rl.run import open_run\n    from spmdrl.session.open import open_run\n"
