@@ -208,6 +208,15 @@ def test_benchmark_files_claim_a_device_by_their_names(name, kind, tmp_path, mon
         _about.measured_on("cuda", None)
 
 
+@pytest.mark.parametrize("folder", ["benchmarks/results", "kernels/bench/results"])
+def test_benchmark_results_that_are_recorded_under_a_gpu_name_one(folder, monkeypatch):
+    from benchmarks import _about
+
+    monkeypatch.delenv(_about.CLAIM, raising=False)
+    named = [file for file in (ROOT / folder).glob("*.json") if _about.claimed(file)[0] == "cuda"]
+    assert named and all('"NVIDIA ' in file.read_text() for file in named), named
+
+
 def test_benchmarks_that_save_often_ask_for_clocks_seldom(tmp_path, monkeypatch):
     """nvidia-smi takes so long that the GPU would idle; kernels save after every round."""
     from benchmarks import _about
