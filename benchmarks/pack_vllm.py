@@ -24,6 +24,7 @@ import io
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -43,13 +44,14 @@ VLLM = "0.25.1"
 WHEELS = {
     "vllm": VLLM,
     "annotated-types": "0.8.0",
-    "apache-tvm-ffi": "0.1.9",
+    "apache-tvm-ffi": "0.1.15.post2",
     "cachetools": "8.0.2",
     "cbor2": "6.3.0",
     "compressed-tensors": "0.17.0",
     "distro": "1.9.0",
     "fastapi": "0.135.0",
     "llguidance": "1.7.6",
+    "loguru": "0.7.3",
     "msgspec": "0.22.0",
     "openai": "2.44.0",
     "openai-harmony": "0.0.8",
@@ -62,7 +64,7 @@ WHEELS = {
     "starlette": "1.10.0",
     "typing-extensions": "4.16.0",
     "typing-inspection": "0.4.5",
-    "xgrammar": "0.2.1",
+    "xgrammar": "0.2.8",
 }
 """Package -> version. All but vLLM are what `import vllm` needs beyond the packages of a usual machine for PyTorch."""
 LIBRARIES = {
@@ -144,16 +146,19 @@ def room(repository: Path) -> int:
     return LIMIT - MARGIN - len(archive) - wheels
 
 
-def divided(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Divide parts among as few transfers as a first fit of the largest gives.
+def pieces(name: str, data: bytes, limit: int) -> dict[str, bytes]:
+    """Cut a part that is larger than a transfer into equal pieces."""
+    count = -(-len(data) // limit)
+    step = -(-len(data) // max(count, 1))
+    if count <= 1:
+        return {name: data}
+    return {f"{name}.{i + 1}-of-{count}": data[i * step : (i + 1) * step] for i in range(count)}
 
-    Raises:
-        ValueError: a part is larger than a transfer.
-    """
+
+def divided(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Divide parts among as few transfers as a first fit of the largest gives."""
     out: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        if sizes[name] > limit:
-            raise ValueError(f"{name} has {sizes[name]:,} bytes, and a transfer has {limit:,} left")
         fitting = [names for names in out if sum(sizes[n] for n in names) + sizes[name] <= limit]
         if not fitting:
             out.append([])
@@ -194,9 +199,11 @@ def pack(out: Path, wheels: dict[str, Path], only: list[str], original: list[str
     # The checksum of each stream is left out, because the manifest has one for every file.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         packed = pool.map(lambda part: lzma.compress(part[0], check=lzma.CHECK_NONE), contents.values())
-        parts = {name: (data, contents[name][1]) for name, data in zip(contents, packed, strict=True)}
-    for name, (data, _) in parts.items():
+        whole = dict(zip(contents, packed, strict=True))
+    parts = {}
+    for name, data in whole.items():
         print(f"{len(data):>12,} bytes of {name}, unpacked {len(contents[name][0]):,}")
+        parts |= {piece: (bytes_, contents[name][1]) for piece, bytes_ in pieces(name, data, limit).items()}
     folders = []
     for i, names in enumerate(divided({name: len(data) for name, (data, _) in parts.items()}, limit)):
         folders.append(out if not i else out.with_name(f"{out.name}-{i + 1}"))
@@ -222,16 +229,32 @@ def _part(path: Path, row: dict, target: Path) -> list[str]:
     data = path.read_bytes()
     if sha256(data) != row["sha256"]:
         return [f"{path} is corrupt: sha256 {sha256(data)} instead of {row['sha256']}; carry it again"]
+    name, data = _joined(path.name, data, target / ".pieces")
+    if data is None:
+        print(f"{name} waits for its other pieces, which are in other folders")
+        return []
     data = lzma.decompress(data)
-    if path.name.endswith(".tar.xz"):
+    if name.endswith(".tar.xz"):
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             tar.extractall(target, filter="data")
     else:
-        (name,) = row["files"]
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes(data)
-    wrong = [name for name, sum_ in row["files"].items() if sha256((target / name).read_bytes()) != sum_]
-    return [f"{target / name} differs from the manifest; is the disk full?" for name in wrong]
+        (file,) = row["files"]
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (target / file).write_bytes(data)
+    wrong = [file for file, known in row["files"].items() if sha256((target / file).read_bytes()) != known]
+    return [f"{target / file} differs from the manifest; is the disk full?" for file in wrong]
+
+
+def _joined(name: str, data: bytes, folder: Path) -> tuple[str, bytes | None]:
+    """Return a part's name and its bytes; None if pieces of it are missing in `folder`, to which this one is added."""
+    found = re.fullmatch(r"(.+)\.\d+-of-(\d+)", name)
+    if not found:
+        return name, data
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+    files = [folder / f"{found[1]}.{i + 1}-of-{found[2]}" for i in range(int(found[2]))]
+    whole = b"".join(file.read_bytes() for file in files) if all(file.exists() for file in files) else None
+    return found[1], whole
 
 
 # ── checking ─────────────────────────────────────────────────────────────────

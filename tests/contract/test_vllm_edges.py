@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.pack_vllm import VLLM as PACKED
 from spmdrl.engines.vllm import start
-from spmdrl.engines.vllm.lora import rename_mapper
+from spmdrl.engines.vllm.lora import refill, rename_mapper
 from spmdrl.engines.vllm.options import quantizing, set_environment
 from spmdrl.spmd.generators import generator_states
 from tests.contract.lookup import Tree, members, parameters
@@ -166,6 +166,16 @@ def test_names_of_adapters_are_mapped_without_stacking_in_either_version():
     older = SimpleNamespace(get_unstacked_mapper=lambda: "unstacked")
     newer = SimpleNamespace(get_unstacked_mapper=lambda: "unstacked", get_rename_mapper=lambda: "renames")
     assert [rename_mapper(mapper) for mapper in (None, older, newer)] == [None, "unstacked", "renames"]
+
+
+def test_stale_tables_of_adapters_are_written_again_after_a_deep_sleep():
+    model = torch.nn.Sequential(torch.nn.Module(), torch.nn.Module(), torch.nn.Module())
+    places, active = torch.full((4,), -7), torch.full((2,), 9)
+    vars(model[0]).update(sharded_to_full_mapping=[0, 2, 1, 3], sharded_to_full_mapping_gpu=places)
+    vars(model[1]).update(sharded_to_full_mapping=None, sharded_to_full_mapping_gpu=None)
+    vars(model[2]).update(adapter_enabled=active)
+    refill(model)
+    assert places.tolist() == [0, 2, 1, 3] and active.tolist() == [0, 0]
 
 
 def test_wake_leaves_the_second_runner_no_pointers_into_memory_that_was_freed(tree):

@@ -20,6 +20,8 @@ VLLM = {
         "model modules packed_modules lora_index_to_id remove_adapter add_adapter activate_adapter"
     ),
     "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": "base_layer lora_a_stacked lora_b_stacked",
+    "vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA": "sharded_to_full_mapping sharded_to_full_mapping_gpu",
+    "vllm.lora.layers.fused_moe.FusedMoEWithLoRA": "adapter_enabled",
     "vllm.model_executor.models.utils.WeightsMapper": "get_rename_mapper",
     "vllm.outputs.RequestOutput": "request_id outputs finished",
     "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason routed_experts",

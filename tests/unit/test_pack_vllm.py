@@ -124,16 +124,20 @@ def test_libraries_can_be_taken_unchanged_and_alone(wheels, tmp_path):
     assert (tmp_path / "site/vllm/cumem_allocator.abi3.so").read_bytes() == library(*ALL)
 
 
-def test_what_does_not_fit_goes_into_further_folders_for_one_target(wheels, tmp_path):
-    largest = max(p.stat().st_size for p in pack_vllm.pack(tmp_path / "a", wheels, [], [], 1 << 20)[0].glob("*.xz"))
-    folders = pack_vllm.pack(tmp_path / "b", wheels, [], [], largest)
-    assert [f.name for f in folders[:2]] == ["b", "b-2"]
-    assert all(sum(p.stat().st_size for p in f.glob("*.xz")) <= largest for f in folders)
-    for folder in folders:
-        assert pack_vllm.unpack(folder, tmp_path / "site") == []
-    assert (tmp_path / "site/other/one.py").exists() and (tmp_path / "site/vllm/cumem_allocator.abi3.so").exists()
-    with pytest.raises(ValueError, match="a transfer has 10 left"):
-        pack_vllm.divided({"large": 11}, 10)
+def test_what_does_not_fit_goes_into_further_folders_for_one_target(wheels, tmp_path, capsys):
+    (whole,) = pack_vllm.pack(tmp_path / "a", wheels, [], [], 1 << 20)
+    largest = max(p.stat().st_size for p in whole.glob("*.xz"))
+    for limit in (largest, largest // 2):
+        folders = pack_vllm.pack(tmp_path / f"to {limit}", wheels, [], [], limit)
+        assert folders[1].name == f"to {limit}-2"
+        assert all(sum(len(data) for name, data in contents(f).items() if ".xz" in name) <= limit for f in folders)
+        for folder in folders:
+            assert pack_vllm.unpack(folder, tmp_path / str(limit)) == []
+        assert ("waits for its other pieces" in capsys.readouterr().out) == (limit < largest)
+        pack_vllm.unpack(whole, tmp_path / "whole")
+        for path in (tmp_path / "whole").rglob("*.*"):
+            again = tmp_path / str(limit) / path.relative_to(tmp_path / "whole")
+            assert path.is_dir() or again.read_bytes() == path.read_bytes()
 
 
 def test_a_corrupt_or_missing_part_is_named(wheels, tmp_path):

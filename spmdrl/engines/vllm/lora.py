@@ -53,6 +53,20 @@ def rename_mapper(mapper: Any) -> Any:
     return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
 
+def refill(model: Any) -> None:
+    """Write the tables of vLLM's LoRA layers again, which are not buffers, so that a sleep at level 2 drops them.
+
+    The first maps the logits of TP ranks to the vocabulary; the second marks adapters that are active, which none is.
+    """
+    for module in model.modules():
+        places = getattr(module, "sharded_to_full_mapping_gpu", None)
+        if places is not None:
+            places.copy_(torch.tensor(module.sharded_to_full_mapping))
+        active = getattr(module, "adapter_enabled", None)
+        if active is not None:
+            active.zero_()
+
+
 class Adapters:
     """The LoRA adapter of an engine: finds the places of its tensors in vLLM's layers, and installs it."""
 
@@ -137,6 +151,7 @@ class Adapters:
             NUMBER, tensors, self.helper, device="cpu", dtype=self.dtype, weights_mapper=self.mapper
         )
         self.manager.remove_adapter(NUMBER)
+        refill(self.manager.model)
         self.manager.add_adapter(adapter)
         self.manager.activate_adapter(NUMBER)
 
