@@ -28,7 +28,7 @@ import torch
 import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 import torch.utils._device
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tests.contract.fake_labels import (
@@ -218,6 +218,11 @@ class FakeCuda(TorchDispatchMode):
             arguments = [x for x in args if not isinstance(x, torch.Tensor)]
             later = torch._C._nn._parse_to(*arguments, **{k: v for k, v in kwargs.items() if k != "copy"})[2]
             self.waits.copy(place(tensor), place(out), later, tensor.is_pinned())
+            if later and place(out) == "cpu":
+                # torch makes the copy in pinned memory, and returns before it is done.
+                with _disable_current_modes():
+                    into = pinned(out).view(out.shape or 1)
+                    self.copies.give(into, on(into.clone(), "cuda"), True)
         return out
 
     def _listed(self, real: Callable) -> Callable:
@@ -225,6 +230,7 @@ class FakeCuda(TorchDispatchMode):
             # A number is read by an operation, which counts.
             if place(tensor) == "cuda" and tensor.dim():
                 self.waits.add("tolist")
+            self.copies.check(tensor, "tolist")
             return real(tensor)
 
         return tolist

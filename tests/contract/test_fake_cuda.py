@@ -411,3 +411,12 @@ def test_copies_to_the_host_wait_while_the_device_has_work(gpu):
     seen = list(on_host((x * 2, x + 1) for x in given))
     assert [[a[0].item(), b[0].item(), place(a)] for a, b in seen] == [[2.0 * i, i + 1.0, "cpu"] for i in range(4)]
     assert gpu.waits == [("synchronize", "spmd/copies.py:_arrived")]
+
+
+def test_copies_to_the_host_fail_without_a_wait(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda self: None)
+    ((copy,),) = on_host([(torch.ones(2, device="cuda"),)])
+    with pytest.raises(RaceError):
+        copy.add(1)
+    with pytest.raises(RaceError):
+        copy.tolist()

@@ -5,6 +5,7 @@ What that proves, and what only a GPU can show, stands at the head of that file.
 
 import math
 import os
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
@@ -31,8 +32,14 @@ BASE = dict(
 
 
 def hasty(world, *args):
-    """Runs `demo_on`, with waits for streams and events that do nothing."""
-    fake_streams.Stream.synchronize = fake_streams.Event.synchronize = lambda self: None
+    """Runs `demo_on`, with waits of the optimizer on the host that do nothing."""
+    for kind in (fake_streams.Stream, fake_streams.Event):
+
+        def synchronize(self, wait=kind.synchronize):
+            if not sys._getframe(1).f_code.co_filename.endswith("host_adamw.py"):
+                wait(self)
+
+        kind.synchronize = synchronize
     return demo_on(world, *args)
 
 
