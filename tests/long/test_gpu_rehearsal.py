@@ -25,9 +25,10 @@ def test_every_short_stage_in_small(tmp_path):
     wanted = chosen("", True)
     assert list(found) == [stage.name for stage in wanted]
     for stage in wanted:
-        skipped = "skipped" if "vllm" in stage.modules and no_vllm() else "ok"
+        lacks = stage.name == "cumem" or ("vllm" in stage.modules and no_vllm())
+        skipped = "skipped" if lacks else "ok"
         assert found[stage.name]["status"] == skipped, found[stage.name]["reason"] + done.stdout[-3000:]
-        if stage.benchmark:
+        if stage.benchmark and not lacks:
             assert found[stage.name]["results"]["about"]["device"] == "cpu"
     assert done.returncode == 0 and told["seconds"] < 4 * TOTAL[True]
     assert {file.name for file in (tmp_path / "out").iterdir()} == {

@@ -476,6 +476,75 @@ def test_benchmark_colocated_runs(tmp_path):
         assert 0 < row["gib"]["pushed"] < 64 and "rollout" in row["gib"]
 
 
+class Pool:
+    """vLLM's allocator as one that only counts: what sleeps at level 2 is overwritten."""
+
+    def __init__(self, policy):
+        self.sizes, self.tag, self.calls, self.asleep, self.policy = {}, "", [], set(), policy
+        self.tensors: list = []
+
+    @contextlib.contextmanager
+    def use_memory_pool(self, tag: str):
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        pool = self
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                if isinstance(out, torch.Tensor) and func.overloadpacket.__name__ in ("empty_like", "zeros"):
+                    pool.tensors.append((tag, out))
+                return out
+
+        with Watch():
+            yield
+
+    def sleep(self, offload_tags):
+        self.calls.append(("sleep", offload_tags))
+        for tag, x in self.tensors:
+            if tag not in offload_tags:
+                x.fill_(7)
+        self.asleep = {tag for tag, _ in self.tensors}
+
+    def wake_up(self, tags):
+        self.calls.append(("wake", *tags))
+        self.asleep -= set(tags)
+
+    def used(self) -> int:
+        return 1000 + sum(x.nbytes for tag, x in self.tensors if tag not in self.asleep)
+
+
+def cumem(world):
+    from benchmarks import cumem as bench
+    from spmdrl.config.schema import Config
+    from spmdrl.policy.fsdp.policy import FsdpPolicy
+
+    cfg = Config()
+    cfg.model.path = "tiny"
+    policy = FsdpPolicy(cfg, world, 100)
+    pool = Pool(policy)
+    rows = bench.cycles(pool, policy, 4096, world.device, pool.used)
+    return rows, bench.targets(rows), pool.calls
+
+
+def test_benchmark_cumem_cycles_through_sleep():
+    ((rows, targets, calls),) = run_ranks(cumem, 1)
+    assert [row["level"] for row in rows] == [2, 2, 2, 2, 1] and rows[-1]["same"]
+    assert calls[:3] == [("sleep", ()), ("wake", "weights"), ("wake", "kv_cache")] and calls[12] == (
+        "sleep",
+        ("weights",),
+    )
+    for row in rows:
+        assert row["bytes"] > 1e6 and row["asleep"] == row["trained"] == 1000 and row["awake"] == 1000 + row["bytes"]
+        assert row["weights"] == row["awake"] - 4096
+    assert {name: (value, reached) for name, value, _, reached in targets} == {
+        "cumem-bytes-back": (1.0, True),
+        "cumem-gib-grown": (0.0, True),
+        "cumem-level-1-same": (1.0, True),
+    }
+
+
 def agents(folder: str):
     from benchmarks import agents as bench
 

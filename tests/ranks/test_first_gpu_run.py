@@ -122,8 +122,8 @@ def test_flags_of_short_forms_are_those_of_the_programs(stage, tmp_path):
 def test_limits_add_up_to_half_an_hour_and_to_560_seconds():
     short = chosen("", True)
     last = [stage.name for stage in short if stage.spare]
-    assert last == ["kernel_tests", "program_tests", "memory"] == [stage.name for stage in short[-3:]]
-    short = short[:-3]
+    assert last == ["kernel_tests", "program_tests", "cumem", "memory"] == [stage.name for stage in short[-4:]]
+    short = short[:-4]
     assert TOTAL == {False: 30 * 60, True: 560} and len(NAMES) == len(STAGES)
     for kind, stages in ((False, STAGES), (True, short)):
         assert BEFORE[kind] + sum(stage.limit for stage in stages) <= TOTAL[kind]
@@ -154,7 +154,8 @@ def test_one_gpu_without_engines_runs_what_it_can_and_says_why_not(tmp_path):
     lent = form(tmp_path, small=False, gpus=1, modules=("pytest",))
     why = {stage.name: stage.lacks(lent, 139.0) for stage in STAGES}
     able = {name for name, reason in why.items() if not reason}
-    assert able == {"devices", "kernel_tests", "program_tests"} | {s.name for s in STAGES if s.benchmark}
+    benchmarks = {s.name for s in STAGES if s.benchmark}
+    assert able == {"devices", "kernel_tests", "program_tests"} | benchmarks - {"cumem"}
     assert "--engine hf" in " ".join(NAMES["colocated"].runs[0].words("colocated", lent))
     told = replace(lent, why={"vllm": "does not load: no such library"})
     assert NAMES["vllm_tests"].lacks(told, 139.0) == "vllm does not load: no such library"
@@ -175,7 +176,7 @@ def test_dry_run_and_names(capsys):
     assert [s.group for s in chosen("ranks,devices")] == ["", *["ranks"] * 4]
     assert first_gpu_run.main(["--dry-run", "--short"]) == 0
     out = capsys.readouterr().out
-    assert "12 stages, at most 560 s" in out and "\nmfu: " in out and "\ndevices: " not in out
+    assert "13 stages, at most 560 s" in out and "\nmfu: " in out and "\ndevices: " not in out
     assert "--rollout.enforce-eager" in out and "mfu_gpu.json --quick" in out
 
 
