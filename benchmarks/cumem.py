@@ -5,8 +5,8 @@
 It needs a GPU and, of vLLM, its Python files and `cumem_allocator` alone, so it also measures sleep where other
 libraries of vLLM do not work. The policy is a random model of Qwen2.5-0.5B's shapes under FSDP with AdamW; the weights
 are bfloat16 tensors of the same shapes, and the pool has 4 GiB (quick: 1). A cycle is that of a step at sleep level 2:
-weights and pool sleep, the trainer steps, the weights wake and are copied from the policy, the pool wakes. Then one sleep
-at level 1 must return the weights to the bit. Memory is the amount that the driver reports as used.
+weights and pool sleep, the trainer steps, the weights wake and are copied from the policy, the pool wakes. Then one
+sleep at level 1 must return the weights to the bit. Memory is the amount that the driver reports as used.
 """
 
 import argparse
