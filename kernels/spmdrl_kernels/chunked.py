@@ -132,17 +132,16 @@ class _Caller:
         return loss_C, dict(extra)
 
     @torch.no_grad()
-    def check_separable(self, logp_C, entropy_C, rows: slice) -> None:
+    def check_separable(self, loss_C, logp_C, entropy_C, rows: slice) -> None:
         """Raise ValueError if a token's loss changes when every second token is removed from the chunk.
 
-        On a GPU, a later call raises the error (`deferred.py`).
+        On a GPU, a later call raises the error (`deferred.py`). loss_C: the loss of the whole chunk.
         """
-        whole, _ = self(logp_C, entropy_C, rows)
         same = []
         for first in (0, 1):
             at = torch.arange(rows.start, rows.stop, device=logp_C.device)[first::2]
             part, _ = self(logp_C[first::2], None if entropy_C is None else entropy_C[first::2], at)
-            same.append(torch.isclose(part, whole[first::2], rtol=1e-4, atol=1e-12, equal_nan=True).all())
+            same.append(torch.isclose(part, loss_C[first::2], rtol=1e-4, atol=1e-12, equal_nan=True).all())
         check_later(torch.stack(same), lambda same: "" if all(same) else ENTANGLED)
 
 
@@ -242,10 +241,10 @@ class _ChunkedLoss(torch.autograd.Function):
             known = targets_C, vocabulary.total, caller.entropy
             logp_C, entropy_C, _ = exact = operations.results(state_4C, *known)
             _, flatness_C, norm_2C = exact if rounded_4C is state_4C else operations.results(rounded_4C, *known)
-            if not checked and n > 1:
-                caller.check_separable(logp_C, entropy_C, rows)
-                checked = True
             loss_C, extra, gradients = _differentiated(caller, logp_C, entropy_C, rows, any(need))
+            if not checked and n > 1:
+                caller.check_separable(loss_C, logp_C, entropy_C, rows)
+                checked = True
             part = {"logp": logp_C} | ({} if entropy_C is None else {"entropy": entropy_C})
             part |= {"top": is_top(state_4C)} if caller.top else {}
             parts.append(part | {"loss": loss_C.detach()} | {name: value.detach() for name, value in extra.items()})
