@@ -31,7 +31,7 @@ class StaleEngineError(RuntimeError):
 
 @dataclass
 class Request:
-    """One sample to draw. Its seed depends only on data, so every engine would draw the same sample (law 3)."""
+    """One sample to draw. Its seed depends only on data, so all of a run's engines would draw the same one (law 3)."""
 
     key: Key
     prompt: list[int]

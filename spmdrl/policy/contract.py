@@ -56,7 +56,8 @@ class Shared:
     totals: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
     """Numbers of tokens and episodes over all ranks, by which losses are divided."""
     active: torch.Tensor | None = None
-    """bool [B]: True for this rank's sequences that contribute to the loss; the others are not run. None: all do."""
+    """bool [B]: True for this rank's sequences that contribute to the loss; the others are not run. None: all
+    contribute."""
     on_policy: bool = False
     """True if old_logp was computed with exactly the weights at the start of this step."""
 
@@ -104,7 +105,7 @@ class Objective(Protocol):
     def token_loss(self, micro: Batch, shared: Any) -> TokenLoss | HeadFunction | None:
         """Return the same loss in a form for heads that compute logp chunk by chunk; None if it depends on whole packs.
 
-        micro: as in `loss`. If the result is a `HeadFunction`, its numbers are the two that `loss` then receives for
+        micro: as in `loss`. If the result is a `HeadFunction`, `loss` gets its two numbers as first_T and second_T, for
         the statistics.
         """
         return None
@@ -163,7 +164,8 @@ class Policy(Protocol):
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
         """Take `steps` optimizer steps; step i, from 0, trains on the sequences whose `batch.seq["update"]` is i.
 
-        If any step was taken, `version` increases by 1. A step whose gradient is exactly zero is not taken.
+        If any step was taken, `version` increases by 1. A step is not taken if its gradient is exactly zero, or if its
+        loss or gradient is not finite.
         """
         ...
 

@@ -3,7 +3,8 @@
 FSDP copies all tensors in the arguments of a model to the device, even those that only the host reads. It does not look
 into a plan, which is an object.
 
-Shapes: T tokens of the pack, S of them in this rank's slice, n of the slice's states predict a token under the mask.
+Shapes: T tokens of the pack, S tokens in this rank's slice of the row that runs, n tokens under the mask whose states
+are in this slice.
 """
 
 from collections.abc import Callable, Hashable
@@ -44,7 +45,7 @@ class ForwardPlan:
     parents: list[int]
     """The parent of each node, as `Packing.parents`."""
     part: TokenSlice
-    """This rank's slice of the row that the transformer runs."""
+    """This rank's slice of the row on which the transformer runs."""
     ids_S: torch.Tensor
     """int64 [S]: token ids of the slice."""
     positions_S: torch.Tensor
@@ -96,14 +97,15 @@ def plan_forward(
 def kept_plan(batch: Batch, key: Hashable, make: Callable[[], Plan]) -> Plan:
     """Return the plan of a batch's forward that an earlier pass kept under a key, or make and keep one."""
     found, mask_T = batch.plans.get(key), batch.token["mask"]
-    # The mask may change between the passes of a step, because cut responses may not train.
+    # The mask may change between the passes of a step, because responses that were cut at the length limit may be
+    # excluded from training (`Algorithm.mask_cut`).
     if found is None or not torch.equal(found[0], mask_T):
         found = batch.plans[key] = mask_T, make()
     return found[1]
 
 
 def check_ids(tokens_T: torch.Tensor, vocabulary: int) -> None:
-    """Raise ValueError unless all token ids are below the number of tokens that the model knows. Takes host tensors."""
+    """Raise ValueError unless all token ids, in host memory, are at least 0 and below the model's number of tokens."""
     low, high = (int(x) for x in torch.aminmax(tokens_T))
     if low < 0 or high >= vocabulary:
         raise ValueError(

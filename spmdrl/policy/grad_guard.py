@@ -88,8 +88,9 @@ class Guard:
         self.row += 1
         if self.row < max(self.limit, 1):
             return False
-        what = f"gradient norm is {step.norm}" if not math.isfinite(step.norm) else "the loss is not finite"
-        often = f", {self.row} in a row (--optimizer.bad-steps {self.limit})" if self.row > 1 else ""
+        what = f"the gradient norm is {step.norm}" if not math.isfinite(step.norm) else "the loss is not finite"
+        often = f", the last of {self.row} bad steps in a row (--optimizer.bad-steps {self.limit})"
+        often = often if self.row > 1 else ""
         look = where or "the last batch in samples.jsonl"
         raise NonFiniteError(
             f"{what} at optimizer step {step.updates_done}{often}; weights are unchanged. "

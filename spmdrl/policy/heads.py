@@ -1,8 +1,8 @@
 """Runs transformers over packed sequences, and applies a head to the hidden states of tokens under the loss mask.
 
-`PackedLM` computes logp and entropy of each sampled token. `PackedScalar` computes one number for each token, from the
-hidden state before the token (a critic) or after it (a reward model). A reward model with several labels computes one
-number for each label.
+`PackedLM` computes logp of each sampled token and a second number, by default the entropy. `PackedScalar` computes one
+number for each token, from the hidden state before the token (a critic) or after it (a reward model). A reward model
+with several labels computes one number for each label.
 """
 
 from typing import Any, Literal
@@ -73,7 +73,7 @@ class Packed(nn.Module):
         experts_TLK: torch.Tensor | None = None,
         before: bool | None = None,
     ) -> ForwardPlan:
-        """Plan a forward in this module's form. Arguments as in `plan_forward`; before: None for that of the head."""
+        """Plan a forward in this module's form. Arguments as in `plan_forward`; before: None for `self.before`."""
         assert self.form != "apart" or experts_TLK is None, "self_check.py refuses routing replay in this form"
         before = self.before if before is None else before
         pack = tokens_T, lengths_B, mask_T, before, None if self.form == "apart" else self.group
@@ -199,7 +199,7 @@ def divisor_of(config: Any) -> float:
 
 
 class PackedLM(Packed):
-    """A HF causal LM whose forward returns logp and entropy of the sampled tokens, without storing logits [T, V]."""
+    """A HF causal LM whose forward returns logp and `second` of the sampled tokens, without storing logits [T, V]."""
 
     def __init__(self, hf: nn.Module, *args: Any, **kwargs: Any):
         """Build the module; arguments as in `Packed`."""
@@ -219,8 +219,8 @@ class PackedLM(Packed):
         """Return logp and `second` [T] (float32, float64 for float64 models), 0 where the plan's mask is False.
 
         plan: the mask must be False on the first token of each sequence. token_loss: if given, a third result is the
-        loss of this rank's rows, a scalar with gradient, and the first two have no gradient. A `HeadFunction` computes
-        all of its results. more: further arguments of `run`.
+        loss of this rank's rows, a scalar with gradient, and the first two have no gradient. With a `HeadFunction`, all
+        results are its own. more: further arguments of `run`.
         """
         # The head gets the states that predict the tokens under the loss mask, and no other rows.
         states, head = self.run(plan, **more)

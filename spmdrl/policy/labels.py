@@ -15,7 +15,7 @@ from spmdrl.weights.folder import Tensors
 ALONE = "model"
 """Name of the score of a model with a single score, if the model's config does not name it."""
 STEPS = "steps"
-"""Name under which metrics and samples have the number of steps; no label may have this name."""
+"""Name under which metrics and samples have the number of steps; no label of a model that scores steps may have it."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
 SEVERAL = "several labels need weights from a file: use --reward.model rm.yaml with a path in it (docs/rewards.md)"
 ONE = "only one is supported: use a classifier with one label"
@@ -61,7 +61,7 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
         names, weights, probability = _weighed(classifier, file, config)
         different, _ = differing_tokens(classifier.path, policy, trust_remote_code)
     own = classifier.tokenizer == "own" or bool(different)
-    why = f"{len(different)} tokens differ, such as {different[0]!r}" if different else "tokenizer own"
+    why = f"tokens differ: {len(different)}, such as {different[0]!r}" if different else "tokenizer own"
     tokens = f"reads the text of responses in its own tokens ({why})" if own else "reads the policy's tokens"
     line, pad = f"{FLAG} {file}: {tokens}", getattr(config.get_text_config(), "pad_token_id", None)
     return Labels(names, weights, config.num_labels or 1, probability, own, line, positions_of(config), pad)
@@ -106,7 +106,7 @@ def _weighed(classifier: ClassifierConfig, file: str, config: Any) -> tuple[tupl
         )
     if scores_tokens(config):
         if not classifier.steps:
-            why = f'{source}{classifier.path} scores tokens, so steps must name the separator of steps, as "\\n\\n"'
+            why = f'{source}{classifier.path} scores tokens, so steps must name their separator, such as "\\n\\n"'
             raise ValueError(why)
         if count == 2 and not classifier.weights:
             return (ALONE,), (1.0,), True

@@ -65,8 +65,8 @@ class Learner:
             routing_replay: send tokens to the experts in `token["experts"]` (`hub/routing.py`).
             adapt: train only the adapters of `cfg.lora`, if its rank is not 0 (`fsdp/lora.py`).
             labels: number of outputs that a `score` or `steps` head computes for a token.
-            average: the model is frozen and averages the policy's weights over steps; FSDP stores it in the type of
-                master weights.
+            average: True for a frozen model that is an average of the policy's weights over steps; FSDP stores it in
+                the type of master weights.
 
         Raises:
             ValueError: the backend does not support the model; the message names the path or the flag.
@@ -162,7 +162,8 @@ class Learner:
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
         """Take or skip an optimizer step; return False if loss or gradient is not finite.
 
-        loss: sum of the losses of this rank's sequences.
+        Return True if the gradient is infinite only because the loss scale is too large (`update`). loss: sum of the
+        losses of this rank's sequences.
         """
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
@@ -240,7 +241,7 @@ class Learner:
                 )
             own, source = mine.tensor, theirs.tensor
             mixed = (1 - share) * own + share * source if share != 1 and own.is_floating_point() else source
-            # An average of equal numbers is not always this number, because of rounding, and must not change a buffer.
+            # Because of rounding, the average of two equal numbers may differ from them. This must not change a buffer.
             own.copy_(torch.where(own == source, own, mixed) if mine.exact else mixed)
 
     def checkpoint_bytes(self) -> int:
@@ -289,8 +290,8 @@ class Learner:
         raise NotImplementedError
 
     def step(self, lr: float, norm: float) -> None:
-        """Clip the gradient from the norm `norm` to that in the settings, and take an optimizer step. Collective."""
+        """Clip the gradient, whose norm is `norm`, as the settings say, and take an optimizer step. Collective."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Free the gradient; do nothing in a backend whose `gradient` sets it to zero first."""
+        """Free the gradient; do nothing in a backend whose method `gradient` starts by setting it to zero."""

@@ -211,8 +211,8 @@ def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | Non
     """
     if cfg.parallel.scoring_ranks and all(each.lr is not None for each in wanted.values()):
         log.warning(
-            "--parallel.scoring-ranks %d: this run has no frozen model (no KL, teacher, reward or cost model), so "
-            "these ranks have nothing to do",
+            "--parallel.scoring-ranks %d: this run has no frozen model (no reference, teacher, reward or cost model), "
+            "so these ranks have nothing to do",
             cfg.parallel.scoring_ranks,
         )
     trust = cfg.model.trust_remote_code

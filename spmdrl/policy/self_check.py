@@ -18,7 +18,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 def worst_over_ranks(policy: Any, found: Found) -> Found:
-    """Return the `Found` of the rank on which `Found.ratio` is largest. Collective."""
+    """Return a `Found` with the largest ratio and the largest difference of states of all ranks. Collective."""
     numbers = torch.tensor([found.ratio, found.states], dtype=torch.float64)
     ratio, states = all_reduce(numbers, "max", policy.world.role_group).tolist()
     return Found(ratio, found.reason or "on another rank", states)

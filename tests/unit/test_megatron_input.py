@@ -115,14 +115,18 @@ MIXTURE = DENSE | dict(num_moe_experts=8, moe_ffn_hidden_size=24, moe_layer_freq
         (DENSE, Layout(pp=4), "--parallel.pp 4: the model has 6 layers; --parallel.pp may be 1, 2, 3, 6"),
         (DENSE, Layout(pp=4), "or this with --parallel.last-stage-layers 3"),
         (DENSE, Layout(pp=7), "--parallel.pp 7: the model has 6 layers; --parallel.pp may be 1, 2, 3, 6$"),
-        (DENSE, Layout(pp=3, last_stage_layers=3), "--parallel.last-stage-layers 3: the other 2 of --parallel.pp 3"),
+        (DENSE, Layout(pp=3, last_stage_layers=3), r"--parallel.last-stage-layers 3: the rest .* \(2 of --parallel"),
         (DENSE, Layout(pp=2, last_stage_layers=6), "--parallel.last-stage-layers may be 3, 2, 4, 1, 5$"),
-        (DENSE, Layout(pp=3, first_stage_layers=3), "--parallel.first-stage-layers 3: the other 2 of --parallel.pp 3"),
+        (
+            DENSE,
+            Layout(pp=3, first_stage_layers=3),
+            r"--parallel.first-stage-layers 3: the rest .* \(2 of --parallel",
+        ),
         (DENSE, Layout(pp=3, first_stage_layers=3), "--parallel.first-stage-layers may be 2, 4$"),
         (
             DENSE,
             Layout(pp=4, first_stage_layers=2, last_stage_layers=1),
-            "last-stage-layers 1: with --parallel.first-stage-layers 2 the other 2 .* 6 layers; .*-layers may be 2$",
+            "last-stage-layers 1: with --parallel.first-stage-layers 2, the rest of 6 layers .*; .*-layers may be 2$",
         ),
         (
             DENSE,
@@ -132,7 +136,7 @@ MIXTURE = DENSE | dict(num_moe_experts=8, moe_ffn_hidden_size=24, moe_layer_freq
         (
             DENSE,
             Layout(pp=3, first_stage_layers=5, last_stage_layers=2),
-            "no --parallel.last-stage-layers fits --parallel.first-stage-layers 5: change that$",
+            "no --parallel.last-stage-layers fits --parallel.first-stage-layers 5: change that number$",
         ),
         (
             DENSE,
@@ -147,7 +151,7 @@ MIXTURE = DENSE | dict(num_moe_experts=8, moe_ffn_hidden_size=24, moe_layer_freq
         (
             DENSE | {"num_layers": 7},
             Layout(pp=2, virtual_stages=2),
-            "7 layers; no --parallel.pp fits --parallel.virtual-stages 2; without that it may be 1, 7$",
+            "7 layers; no --parallel.pp fits --parallel.virtual-stages 2; without it, --parallel.pp may be 1, 7$",
         ),
         (DENSE | {"num_layers": 10}, Layout(pp=4, virtual_stages=2), "may be 5, or this with --parallel.last-.* 4$"),
         (DENSE, Layout(pp=4, virtual_stages=2), "--parallel.pp may be 3$"),
@@ -175,7 +179,7 @@ def test_suggested_stages_are_accepted():
                     even = re.search(r"--parallel.pp may be (\d+(?:, \d+)*)", str(error))
                     for n in even[1].split(", ") if even else []:
                         check_model(Layout(pp=int(n), virtual_stages=virtual), wanted)
-                    plain = re.search(r"without that it may be (\d+(?:, \d+)*)", str(error))
+                    plain = re.search(r"without it, --parallel.pp may be (\d+(?:, \d+)*)", str(error))
                     for n in plain[1].split(", ") if plain else []:
                         check_model(Layout(pp=int(n)), wanted)
                     if last := re.search("this with --parallel.last-stage-layers (.+)$", str(error)):

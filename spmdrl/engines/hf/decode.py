@@ -5,7 +5,7 @@ cannot drop finished rows. `Decoder.check` therefore compares decoding with and 
 have arrived. It refuses a model in which later tokens change the probabilities of earlier ones, with a tolerance for
 rounding and near ties between experts.
 
-B rows; V tokens of the vocabulary.
+Shapes: B rows, V tokens of the vocabulary.
 """
 
 import logging
@@ -23,7 +23,8 @@ log = logging.getLogger("spmdrl")
 WAYS = ("batch_select_indices", "reorder_cache")
 """Methods of transformers' caches that drop all but given rows; caches of recurrent states have only the second one."""
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Largest accepted mean |dlogp| between decoding with the cache and one forward without it, by type of the weights."""
+"""Largest accepted mean |dlogp| between decoding with the cache and one forward without a cache, by type of the
+weights."""
 ROUNDED = 0.1
 """The same bound for types that are not in `CLOSE`; their rounding may change the chosen experts of a few tokens."""
 FAILED = 1e30

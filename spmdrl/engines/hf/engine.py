@@ -1,4 +1,4 @@
-"""The HF engine: plain transformers forwards with a cache, for tests, small models and machines without vLLM.
+"""The HF engine: forwards of plain transformers, with a cache if it works, for tests and small models, without vLLM.
 
 Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform
 sampling from one uniform number, which depends only on the request's seed and the token's position. A sample therefore
@@ -284,7 +284,7 @@ def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
 
 
 def in_integers(p_BV: torch.Tensor) -> torch.Tensor:
-    """Return running sums of numbers from 0 to 1, each rounded to units of 2^-52; the sums are exact."""
+    """Return running sums of numbers from 0 to 1, each rounded down to a multiple of 2^-52; the sums are exact."""
     unit = 2.0**52
     return ((p_BV.double() * unit).long().cumsum(-1).double() / unit).to(p_BV.dtype)
 

@@ -7,8 +7,8 @@ replicated (norms of a head's queries and keys).
 
 8-bit linear layers have one scale per output, and their weights are rounded to nearest. Only weights are quantized, to
 int8 (https://arxiv.org/abs/2208.07339, without its treatment of outliers) or to E4M3
-(https://arxiv.org/abs/2209.05433). The engine's weights then differ from the trainer's, so train with a rollout
-correction (`--correction.kind`).
+(https://arxiv.org/abs/2209.05433). With 8-bit layers, the engine's weights differ from the trainer's, so train with a
+rollout correction (`--correction.kind`).
 """
 
 import re

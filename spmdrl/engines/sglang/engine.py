@@ -64,8 +64,9 @@ class SGLangEngine:
         self.empty, self.kinds = starts_empty(cfg), tensor_kinds(cfg)
         self.asleep: set[str] = set()
         self.running: dict[str, Key] = {}
-        # On a CPU rounding depends on the other requests of a batch, and the scheduler batches whatever has arrived. A
-        # deterministic run therefore sends requests in waves: each is one message, sent after the last wave has ended.
+        # On a CPU, rounding depends on the other requests of a batch, and the scheduler batches whatever has arrived. A
+        # deterministic run therefore sends requests in waves. A wave is one message, sent after the previous wave has
+        # ended.
         self.in_waves = cfg.run.deterministic and self.on_cpu
         self.wave: list[dict] = []
         self.backlog: list[Completion] = []
@@ -159,7 +160,7 @@ class SGLangEngine:
         ]
 
     def poll(self) -> list[Completion]:
-        """Implements `Engine.poll`: wait at most POLL_SECONDS for a completion; the server samples meanwhile."""
+        """Implements `Engine.poll`: wait at most POLL_SECONDS for a completion, while the server samples."""
         backlog, self.backlog = self.backlog, []
         if not self.running:
             return backlog

@@ -21,7 +21,8 @@ from spmdrl.health.failure import named_exit
 log = logging.getLogger("spmdrl")
 
 GRACE_SECONDS = 3.0
-"""Seconds that the main thread of a rank has to notice the engine's death; its own error then names the phase."""
+"""Seconds that a rank's main thread has to notice the engine's death and to raise an error itself, which names the
+phase of the step. After them the thread that reads the engine's output ends the job."""
 RANK_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 PROGRESS = re.compile(r"\d%(\||\s+Completed)|\d+it \[|it/s\b|\bs/it\b")
@@ -96,7 +97,8 @@ class Process:
         """Return an error that describes the end of the process in one line."""
         code = self.child.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self.listener.join(1.0)  # its last output may still be arriving; its children may keep the pipe open
+        # The last output may still be arriving. The wait is limited, because children may keep the pipe open.
+        self.listener.join(1.0)
         output = list(self.last_output)
         errors = [line for line in output if re.search(r"Error|crashed", line)] or output
         last = f"; its last output, all of which is in the rank's log file: {errors[-1][:300]}" if errors else ""
@@ -140,7 +142,7 @@ class Process:
         """Wait for the answer to a command and return it.
 
         Raises:
-            RuntimeError: the command failed in the server; with the server's message.
+            RuntimeError: the command failed in the server, whose message the error repeats.
             TimeoutError: no answer within the time limit of a collective.
         """
         end = time.monotonic() + self.timeout

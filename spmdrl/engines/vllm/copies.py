@@ -26,7 +26,7 @@ Row = tuple[str, list[int], list[float], Finish | None]
 
 @contextmanager
 def rank_within_engine(cfg: Config, world: World) -> Iterator[None]:
-    """Set RANK to this rank's number inside its engine; vLLM reads it at start to determine the rank's copy."""
+    """With copies, set RANK to this rank's number inside its engine; vLLM reads it at start to find the rank's copy."""
     before = os.environ.get("RANK", "0")
     if cfg.rollout.dp > 1:
         os.environ["RANK"] = str(world.engine_tp_rank)

@@ -229,8 +229,8 @@ class VLLMEngine:
             if not self.partial and not self.copies:
                 self.engine.step()
         raise StaleEngineError(
-            f"vLLM keeps prefixes that it cached with other weights, because {len(self.partial)} requests run and use "
-            "its KV cache; abort them before weights are loaded"
+            "vLLM keeps prefixes that it cached with other weights, because running requests "
+            f"({len(self.partial)}) use its KV cache; abort them before weights are loaded"
         )
 
     def sleep(self, level: int) -> None:

@@ -44,7 +44,8 @@ def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
 
 
 def rename_mapper(mapper: Any) -> Any:
-    """Return the part of vLLM's mapper of weights that renames layers without fusing them; vLLM 0.25 has an older name.
+    """Return the part of vLLM's mapper of weights that renames layers without fusing them. The method is newer than
+    0.25.
 
     mapper: None for a model whose layers have the names of its checkpoint.
     """

@@ -183,7 +183,7 @@ def _gpu_options(cfg: Config, config: Any) -> dict[str, Any]:
     if cfg.rollout.quantization != "none":
         options["quantization"] = cfg.rollout.quantization
     if cfg.rollout.tp > 1:
-        # Compiled models would use FlashInfer's all-reduce with its workspaces (`set_environment`) all the same.
+        # Despite `set_environment`, compiled models would use FlashInfer's all-reduce with its workspaces.
         options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if getattr(config, "num_experts_per_tok", None):
         # Other kernels change the layout of experts at start, and would misread weights that are loaded in place.

@@ -3,7 +3,7 @@
 The prompt of a request is a sequence without its last token, and one token is generated. vLLM then reports the
 likeliest tokens at every position of the prompt and at that of the generated token, the last one of the sequence.
 
-n positions; k tokens.
+Shapes: n positions, k tokens.
 """
 
 from typing import Any

@@ -39,7 +39,7 @@ def model_of(llm: Any) -> Any:
 
 
 def rehearse(llm: Any, cfg: Config) -> None:
-    """Sample two tokens after short prompts, with whatever weights are loaded. Collective over the engine.
+    """Sample two tokens after short prompts with any weights, unless the engine has copies. Collective over the engine.
 
     Raises:
         RuntimeError: vLLM fails. Some kernels reject a model or a data type only when they run.

@@ -46,7 +46,7 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
-    """Return SDPA's attention mask for nodes that follow a trunk. sink: 1 if the first key is a sink, else 0."""
+    """Return SDPA's attention mask for nodes with a trunk or a sink. sink: 1 if the first key is a sink, else 0."""
     # On a GPU, SDPA's kernels support a causal mask that is aligned to the last key, for all types but float64.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
         # The mask is a subclass of Tensor, which torch cannot create inside a dispatch mode. `--run.lockstep-debug`
@@ -134,8 +134,8 @@ def packed_attention(
     of each head's attention sink, [H] (gpt-oss). Returns ([1, S, H, d], None).
 
     Raises:
-        ValueError: the model does not pass keyword arguments to its attention, or has dropout, a bidirectional layer,
-            or an attention mask.
+        ValueError: the model does not pass keyword arguments to its attention, or has a bidirectional layer, dropout in
+            training, or an attention mask.
     """
     if packing is None:
         raise ValueError(
@@ -170,7 +170,7 @@ def _attend(
 
 
 def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
-    """Raise ValueError if the kernel of `--policy.attention` cannot compute the model's layers; builds no model."""
+    """Raise ValueError if the kernel of `--policy.attention` cannot compute the model's layers. No model is built."""
     if cfg.policy.attention not in KERNELS:
         return
     from transformers import AutoConfig

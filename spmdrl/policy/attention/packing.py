@@ -31,7 +31,7 @@ class LengthClass:
     """
 
     gather: torch.Tensor
-    """int64 [B * L]: index in the pack of the token in each slot; padding slots repeat a sequence's first token."""
+    """int64 [B * L]: index in the pack of the token in each slot; padding slots repeat the sequence's first token."""
     scatter: torch.Tensor
     """int64 [tokens]: the slot of each token of the class, without padding."""
     tokens: torch.Tensor
@@ -61,7 +61,8 @@ class Packing:
     part: TokenSlice
     """The slice of the row that this rank's layers process; only attention runs over all tokens."""
     experts: torch.Tensor | None = None
-    """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`); None: no replay."""
+    """[S, layers, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`); None: no
+    replay."""
     computed: dict[Hashable, Any] = field(default_factory=dict)
     """The layouts that were computed so far, in host memory; passes over the same pack share them."""
     copied: dict[Hashable, Any] = field(default_factory=dict)
@@ -132,8 +133,8 @@ def _starts(lengths: list[int]) -> list[int]:
 def alike(lengths: list[int]) -> list[list[int]]:
     """Group the indices of similar lengths.
 
-    All lengths form one group if at most a fifth of its slots would be padding. If not, there are two groups for the
-    lengths between a power of 2 and the next one.
+    All lengths form one group if at most a fifth of its slots would be padding. If not, the lengths from one power of 2
+    to the next form up to two groups.
     """
     uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
     # Lengths below SHORT count as SHORT, because padding short sequences costs less than a call for each length.

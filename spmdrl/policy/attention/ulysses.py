@@ -74,7 +74,7 @@ class TokenSlice:
         return F.pad(part, (0, 0) * (part.dim() - 1) + (0, self.size - len(part)))
 
     def within(self, row_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which elements of row_n are in this rank's slice, int64 [m], and where in the slice, int64 [m].
+        """Return the indices of the elements of row_n in this slice, and their places in it, int64 [m] each.
 
         row_n: indices in [T] of hidden states. A hidden state is used on the rank that computed it.
         """
@@ -130,17 +130,17 @@ def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check_heads(heads: int, kv_heads: int, sp: int) -> None:
-    """Raise ValueError unless sp divides the query heads; key-value heads may have any number."""
+    """Raise ValueError unless sp divides the number of query heads; that of key-value heads does not matter."""
     if heads % sp:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"--parallel.sp {sp}: must divide the model's {heads} attention heads (its {kv_heads} "
-            f"key-value heads need no division); sp could be {fits}"
+            f"--parallel.sp {sp}: must divide the model's {heads} attention heads (the number of its key-value heads, "
+            f"{kv_heads}, does not matter); sp could be {fits}"
         )
 
 
 def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
-    """Apply `check_config` to the model in a HF folder, before any weights are read."""
+    """Apply `check_config`, if sp is above 1, to the model in a HF folder, before any weights are read."""
     if sp > 1:
         from transformers import AutoConfig
 

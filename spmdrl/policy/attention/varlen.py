@@ -1,9 +1,9 @@
 """Kernels for causal attention over concatenated sequences, and the choice of a kernel for a layer.
 
-`flash` is flash-attn's varlen kernel; `varlen` is the one in torch, which needs no further package. In both, the last
-query of a sequence attends to all of its keys, even if there are fewer queries than keys. So queries that follow a
-shared prefix, or a chunk in the middle of a sequence, need no mask. Only their keys must be gathered, at a cost that is
-linear in the number of tokens.
+`flash` is flash-attn's varlen kernel; `varlen` is torch's own, for which no further package is needed. In both, the
+last query of a sequence attends to all keys of the sequence, even if there are fewer queries than keys. So queries that
+follow a shared prefix, or a chunk in the middle of a sequence, need no mask. Only their keys must be gathered, at a
+cost that is linear in the number of tokens.
 
 Shapes: Q query rows, N key rows, H query heads, K key-value heads, d and e the widths of keys and of values.
 """
@@ -90,7 +90,7 @@ def _flash_loads() -> bool:
         return False
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
-    except Exception as error:  # It is an ImportError, or any error of a library that was built for another torch.
+    except Exception as error:  # A build for another torch may raise other errors than ImportError.
         log.warning(f"flash-attn is installed but cannot be imported: {type(error).__name__}: {error}")
         return False
     return True
@@ -107,7 +107,7 @@ def needs_of(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> Needs:
 
 
 def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Needs:
-    """Return the `Needs` of a model's layers from its HF config, before it is built. dtype: type of the forward."""
+    """Return a model's `Needs`, without `sink_and_window`, from its HF config. dtype: type of the forward."""
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # A key of latent attention has a part without and a part with a rotary embedding; its width is the sum of both.
@@ -116,7 +116,7 @@ def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Nee
 
 
 def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
-    """Return why a kernel cannot compute a layer; empty if it can. there: the installed kernels (`installed`)."""
+    """Return why a kernel cannot compute a layer; "" if it can. there: the installed kernels (`installed`)."""
     if needs.capability < 8:
         return "it needs an NVIDIA GPU of the Ampere generation or later"
     if kernel not in there:
@@ -185,6 +185,6 @@ def attend(
 
 
 def _fit(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad the channels of heads with zeros to `width` channels, which kernels support; scores do not change."""
+    """Pad the channels of heads with zeros to `width`, which kernels support, and make them contiguous."""
     x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -15,8 +15,8 @@ from spmdrl.policy.mixers.layers import mixes
 
 log = logging.getLogger("spmdrl")
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Model types for which `--policy.liger auto` takes Liger's kernels: a layer is attention and an MLP, with RMSNorm,
-rotary embedding and SwiGLU."""
+"""Model types for which `--policy.liger auto` takes Liger's kernels. Each of their layers has attention and an MLP,
+with RMSNorm, rotary embedding and SwiGLU."""
 
 
 def recompute(hf: Any) -> None:
@@ -34,7 +34,7 @@ def recompute(hf: Any) -> None:
 def use_liger(hf: Any, choice: str, device: torch.device, dtype: torch.dtype) -> None:
     """Replace a model's norms, activations and rotary embeddings by Liger's kernels (https://arxiv.org/abs/2410.10989).
 
-    choice: the value of `--policy.liger`. dtype: type of the forward. On a plan's device the model stays as it is.
+    choice: the value of `--policy.liger`. dtype: type of the forward. On the meta device nothing changes.
 
     Raises:
         ValueError: the choice is `on`, and the device is not a GPU or Liger has no kernels for the model type.
@@ -51,7 +51,8 @@ def use_liger(hf: Any, choice: str, device: torch.device, dtype: torch.dtype) ->
 
     known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     if kind not in known:
-        raise ValueError(f"--policy.liger on: Liger has no kernels for {kind}; it has {', '.join(sorted(known))}")
+        fits = ", ".join(sorted(known))
+        raise ValueError(f"--policy.liger on: Liger has no kernels for {kind}; it has some for {fits}")
     # Liger's losses are not used, because the head computes the run's loss chunk by chunk.
     monkey_patch._apply_liger_kernel_to_instance(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
     log.info("%s: Liger's kernels compute norms, activations and rotary embeddings", kind)

@@ -70,7 +70,7 @@ class Merged(Piece):
     """A part of W + (alpha / r) B A, computed at each access, so that a push needs memory for only one bucket."""
 
     def __init__(self, slot: Slot, weight: torch.Tensor, b_Or: torch.Tensor, a_rD: torch.Tensor):
-        """slot: the part of the weight to compute. weight: this rank's rows of W. b_Or: these rows of (alpha / r) B."""
+        """slot: the part of the weight to compute. weight, b_Or: this rank's rows of W and of (alpha / r) B."""
         self.name, self.shape, self.box, self.exact = slot.name, slot.shape, slot.box, False
         self.index, self.weight, self.b_Or, self.a_rD = slot.index, weight, b_Or, a_rD
 
@@ -81,7 +81,7 @@ class Merged(Piece):
 
 
 def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
-    """Return name -> complete tensor of parameters sharded in dimension 0. Collective over the ranks with shards."""
+    """Return name -> complete tensor of parameters sharded in dimension 0. Collective over the sharding ranks."""
     shards = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     if not named:
         return {}

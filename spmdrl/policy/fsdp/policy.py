@@ -136,7 +136,7 @@ class FsdpPolicy(Learner):
     def _forwards(self, micros: list[Batch]) -> list[int]:
         """Return the number of forwards of each micro-batch in the form `apart`, zeros in other forms. Collective.
 
-        A sequence is one forward, which all-gathers shards, so all ranks must run the same number of forwards.
+        In this form each sequence is one forward, which all-gathers shards, so all ranks must run the same number.
         """
         if self.form != "apart" or not micros:
             return [0] * len(micros)
@@ -151,7 +151,7 @@ class FsdpPolicy(Learner):
         second: Second = "entropy",
         token_loss: TokenLoss | HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the head's tensors. A rank without sequences runs a dummy batch: other ranks need its shards.
+        """Return the head's tensors. A rank without sequences runs a dummy batch, because other ranks need its shards.
 
         forwards: number of forwards in the form `apart`.
         """
@@ -235,8 +235,8 @@ class FsdpPolicy(Learner):
         total, gradients = torch.zeros((), dtype=torch.float64, device=self.world.device), self.gradients()
         if gradients:
             squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square()
-            # On a CPU, the last element of `cumsum` is the sum in the order of the parameters; `sum` has other orders.
-            # A GPU has no deterministic `cumsum`.
+            # On a CPU, the last element of `cumsum` is the sum in the order of the parameters; `sum` may add in another
+            # order. A GPU has no deterministic `cumsum`.
             total = squares.cumsum(0)[-1] if squares.is_cpu else squares.sum()
         return math.sqrt(all_reduce(total, "sum", self.world.shard_group).item())
 

@@ -42,7 +42,7 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, w
         register_fsdp_forward_method(model, further)
     module: Any
     for module in model.modules():
-        # One rank neither divides nor sums gradients. FSDP would divide a copy of them by a factor of 1.
+        # A single rank needs none of these settings, with which FSDP would divide a copy of the gradients by 1.
         if hasattr(module, "set_gradient_divide_factor") and mesh.size() > 1:
             # Gradients must be summed, not averaged, because the loss already includes the global denominators.
             module.set_gradient_divide_factor(1.0)
@@ -97,7 +97,7 @@ def names_of(hf: Any) -> Names:
 
 
 def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
-    """Check that a folder has every parameter in the right shape. new_head: whether the head `score` may be missing.
+    """Check that a folder has all weights but adapters in the right shape. new_head: `score` may be missing.
 
     Raises:
         ValueError: tensors are missing or have another shape, or fp8 weights lack scales.
@@ -132,7 +132,7 @@ def fill_model(
     `score`. seed: the run's seed, for the initial values of adapters. blocks: the result of `fp8_blocks`.
 
     Raises:
-        ValueError: the folder lacks a tensor, or has a tensor of another shape.
+        ValueError: the folder lacks a tensor, or has one of another shape, or different values for tied weights.
     """
     names = names_of(model.hf)
     shapes = {n: tuple(t.shape) for t, known in names.values() for n in known if not is_adapter(n)}

@@ -38,9 +38,10 @@ class Params(PackedSeqParams):
     """Padded lengths of the pack's sequences. They are in host memory, because reading them from the GPU would make the
     host wait for it in each layer."""
     order: torch.Tensor | None = None
-    """int64: under context parallelism, the place of each row of the complete pack among the rows of all ranks."""
+    """int64: under context parallelism, the place of each row of the complete pack among the rows of all ranks; else
+    None."""
     runs: Runs | None = None
-    """The result of `runs_of`, on the device, computed by the first layer that needs it; None before."""
+    """The result of `runs_of`, on the device, computed by the first layer that needs it; None until then."""
 
 
 @dataclass
@@ -113,7 +114,8 @@ def make_pack(batch: Batch, layout: Layout, cp_rank: int, before: bool, size: in
 def pack_on_device(pack: Pack, device: torch.device) -> Pack:
     """Return a pack with all tensors on a device."""
     pack = to_device(pack, device)
-    # `repairs.py` reads this attribute. Megatron's rotary embedding receives no part of the pack but this tensor.
+    # `repairs.py` reads this attribute. This tensor is the only part of the pack that Megatron's rotary embedding
+    # receives.
     setattr(pack.params.cu_seqlens_q, "positions", pack.positions[0])  # noqa: B010
     return pack
 
@@ -142,8 +144,8 @@ def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
 def runs_of(lengths: list[int], cp: int, rank: int) -> Runs:
     """Return the `Runs` of a rank's queries over the keys of the complete pack, for kernels in `attention/varlen.py`.
 
-    lengths: padded lengths of the sequences, as in `rows_of`. A chunk counts as one sequence, whose keys are those of
-    the chunk and of all earlier chunks.
+    lengths: padded lengths of the sequences, as in `rows_of`. With cp > 1, a chunk counts as one sequence, whose keys
+    are those of the chunk and of all chunks before it in its sequence.
     """
     if cp == 1:
         return make_runs(lengths)

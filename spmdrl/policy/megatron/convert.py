@@ -51,8 +51,8 @@ class Held:
 def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
     """Return the slots of this rank, model chunk by model chunk; every call returns the same names in the same order.
 
-    models: the result of `model.build`, or wrappers of it with `.module`. of: function of a parameter or buffer that
-    returns the tensor of the same shape to view: itself, or its gradient (`lambda p: p.main_grad`).
+    models: the result of `model.build`, or its models in wrappers that have `.module`. of: function of a parameter or
+    buffer that returns the tensor of the same shape to view: itself, or its gradient (`lambda p: p.main_grad`).
     """
     out = []
     for model in map(unwrapped, models):

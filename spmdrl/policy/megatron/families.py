@@ -26,7 +26,8 @@ def describe(h: Any) -> Architecture:
     """
     if h.model_type not in FAMILIES:
         raise ValueError(
-            f"--policy.backend megatron has no converter for {h.model_type}; it has {', '.join(FAMILIES)}. "
+            f"--policy.backend megatron has no converter for {h.model_type}; it has converters for "
+            f"{', '.join(FAMILIES)}. "
             "docs/megatron.md shows how to add one; --policy.backend fsdp trains any model of transformers"
         )
     family = FAMILIES[h.model_type]
@@ -41,7 +42,9 @@ def describe(h: Any) -> Architecture:
 
 
 def _refuse(h: Any, what: str) -> ValueError:
-    return ValueError(f"--policy.backend megatron does not support {what} of {h.model_type}; fsdp does")
+    return ValueError(
+        f"--policy.backend megatron: {what} is not supported for {h.model_type}; use --policy.backend fsdp"
+    )
 
 
 def _common(h: Any, tied: bool) -> Architecture:

@@ -1,7 +1,7 @@
 """AdamW in host memory for Megatron's distributed optimizer (`--policy.host-optimizer`).
 
 This class replaces Megatron's HybridDeviceOptimizer, which cannot resume from our checkpoints: its groups contain
-classes, which our checkpoints may not name; its first load updates the model with random gradients; and it fails on
+classes, which our checkpoints must not contain; its first load updates the model with random gradients; and it fails on
 float32 parameters. Megatron treats this class as a "precision-aware" optimizer, which means that the optimizer stores
 the float32 weights itself, here in host memory.
 """

@@ -70,7 +70,7 @@ class DuplicatedLinear(nn.Module):
         self.weight = _parameter(config, output_size, input_size)
 
     def forward(self, x):
-        """Map [..., input] to [..., output]. Return the output, and None because Megatron has no bias to add later."""
+        """Map [..., input] to [..., output]. The second result is None: there is no bias to add later."""
         return F.linear(x, self.weight), None
 
 

@@ -43,9 +43,10 @@ def check_ranks(layout: Layout, ranks: int) -> None:
         )
     if ranks % experts:
         fits = [n for n in divisors(ranks // layout.pp) if not (ranks // layout.pp) % (n * layout.etp)]
+        advice = f"--parallel.ep may be {some(fits)}" if fits else "no --parallel.ep fits this --parallel.etp"
         raise ValueError(
             f"--parallel.ep {layout.ep} x --parallel.etp {layout.etp} x --parallel.pp {layout.pp} = {experts} does not "
-            f"divide {ranks} ranks; --parallel.ep may be {some(fits) or 'nothing with this --parallel.etp'}"
+            f"divide {ranks} ranks; {advice}"
         )
     if layout.virtual_stages > 1 and layout.pp == 1:
         raise ValueError(f"--parallel.virtual-stages {layout.virtual_stages} needs --parallel.pp of at least 2")
@@ -116,9 +117,10 @@ def stages(layout: Layout, layers: int) -> list[int]:
     flag, mine, given = ("last", last, first) if last else ("first", first, 0)
     others = layout.pp - 1 - bool(given)
     if mine not in _end_stage(layout, layers, given, parts=1):
-        among = f"with --parallel.first-stage-layers {given} " if given else ""
+        among = f"with --parallel.first-stage-layers {given}, " if given else ""
         # If there are two stages and the settings give the layers of both, no other stages exist (`others` is 0).
-        problem = f"the other {others} of --parallel.pp {layout.pp} cannot divide the rest of {layers} layers"
+        place = f"the other stages ({others} of --parallel.pp {layout.pp})"
+        problem = f"the rest of {layers} layers cannot be divided equally over {place}"
         name, sizes = f"--parallel.{flag}-stage-layers", _end_stage(layout, layers, given)
         fits = f"{name} may be {some(sizes)}"
         raise ValueError(
@@ -149,10 +151,11 @@ def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[
 def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str:
     """Return a message that no value is possible, with advice. plain: values possible without virtual stages."""
     if layout.virtual_stages > 1 and plain:
-        return f"no {flag} fits --parallel.virtual-stages {layout.virtual_stages}; without that it may be {some(plain)}"
+        without = f"without it, {flag} may be {some(plain)}"
+        return f"no {flag} fits --parallel.virtual-stages {layout.virtual_stages}; {without}"
     if given:
-        return f"no {flag} fits --parallel.first-stage-layers {given}: change that"
-    return f"no {flag} fits --parallel.pp {layout.pp}: lower that"
+        return f"no {flag} fits --parallel.first-stage-layers {given}: change that number"
+    return f"no {flag} fits --parallel.pp {layout.pp}: lower that number"
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:

@@ -27,7 +27,7 @@ OVER_ALL = ("get_world_size", "barrier", "all_gather_object", "broadcast_object_
 replaced: it must return the rank in the job."""
 NAMES = 1_000_000
 """torch names groups by consecutive numbers. Ranks that create groups without the job's other ranks start at a multiple
-of NAMES, which depends on the first of these ranks, so that their names are unique."""
+of NAMES, which depends on the first of these ranks, so that the names of their groups are unique."""
 _made: dict[int, int] = {}
 _group: dist.ProcessGroup | None = None
 

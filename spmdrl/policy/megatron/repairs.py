@@ -33,7 +33,7 @@ NOISE = (
 
 @contextlib.contextmanager
 def quiet():
-    """Suppress, inside this context, warnings that Apex or TransformerEngine is missing, because both are optional."""
+    """Suppress all warnings inside this context, for example about libraries that are missing but optional (Apex)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

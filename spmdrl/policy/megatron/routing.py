@@ -1,7 +1,8 @@
 """Routes tokens to experts in a Megatron policy: routing replay, a load-balancing loss, biases that balance the load.
 
-A pack carries the information that routers need (`attention.Params.routing`). A router gets it each time the forward of
-its layer starts. So it is that of the right pack even if activation checkpointing runs the layer again later.
+A pack carries the information that routers need (`attention.Params.routing`). A router gets this information each time
+the forward of its layer starts. So it belongs to the right pack even if activation checkpointing runs the layer again
+later.
 
 The loss is the load-balancing loss of https://arxiv.org/abs/2101.03961 within each sequence, as in DeepSeek-V3
 (https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never divided over micro-batches or data positions, so

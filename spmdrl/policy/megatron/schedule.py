@@ -26,7 +26,7 @@ from spmdrl.policy.megatron.routing import plan
 from spmdrl.tracking.metrics import Metrics
 
 Numbers = tuple[torch.Tensor, torch.Tensor]
-"""The head's two numbers for each token of a micro-batch: two tensors [T], or [T, L] for a head with L > 1 labels."""
+"""The head's two numbers for each token of a micro-batch: two tensors [T], or [T, L] for a head with L > 1 outputs."""
 
 
 class Pipeline:

@@ -14,7 +14,8 @@ from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.safe_pickle import vet
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
-"""Options with which Megatron saves optimizer state so that another layout can read it, gathered in host memory."""
+"""Options with which Megatron gathers optimizer state in host memory and saves it so that another layout can read
+it."""
 
 
 class Trainer:

@@ -50,7 +50,7 @@ class RowClass:
     """B rows, padded to L slots, that a layer computes in one batch."""
 
     gather: torch.Tensor
-    """int64 [B * L]: index in the pack of the token in each slot; padding slots repeat a row's first token."""
+    """int64 [B * L]: index in the pack of the token in each slot; padding slots repeat the row's first token."""
     sequences: int
     """The number of rows, B."""
     read: torch.Tensor
@@ -60,7 +60,7 @@ class RowClass:
     starts: torch.Tensor | None
     """int64 [B]: index, among all states passed on so far, of the state from which each row starts; None for zeros."""
     hands: bool
-    """True if the rows pass on their last states, which are appended to those passed on so far in row order."""
+    """True if the rows pass on their last states. In the order of the rows, these join the states passed on so far."""
 
 
 @dataclass
@@ -241,9 +241,9 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
 
 @contextmanager
 def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterator[None]:
-    """On a CPU, limit Mamba-2's chunk size to about the length of the rows inside this context.
+    """Inside this context, limit Mamba-2's chunk size on a CPU to about the length of the rows.
 
-    In plain torch, the cost of a chunk is quadratic in its size, including padding. The size changes only rounding.
+    In plain torch, the cost of a chunk is quadratic in its size, padding included. The size changes only rounding.
     """
     size = getattr(module, "chunk_size", None)
     if size is None or kind_of(device) != "cpu":

@@ -23,7 +23,7 @@ class TokenObjective(Objective):
         return Shared(totals(share, self.peers, self.trained_mask(share)))
 
     def weights(self, micro: Batch, shared: Shared, mode: str = "token-mean") -> torch.Tensor:
-        """Return the final weight of each token, [T]; 0 outside the mask. mode: as in `token_weights`."""
+        """Return the weight of each token in the loss, [T]; 0 outside the mask. mode: as in `token_weights`."""
         mask_T = self.trained_mask(micro)
         return token_weights(mode, mask_T, micro.episode_index, shared.totals, sequences=micro.episodes)
 

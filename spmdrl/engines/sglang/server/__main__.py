@@ -161,7 +161,7 @@ class Server:
         return [int(x) for x in (values[0] if values and isinstance(values[0], list) else values)]
 
     async def begin(self) -> None:
-        """Begin a weight update; end an unfinished one first."""
+        """Begin a weight update; first end an unfinished one."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         if self.updating:

@@ -1,6 +1,6 @@
 """Changes how SGLang's scheduler processes load weights, free memory on a CPU, run experts and share attention.
 
-T tokens, D hidden, K experts of a token.
+Shapes: T tokens, D hidden width, K experts of a token.
 """
 
 import json
