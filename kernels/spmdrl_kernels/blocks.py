@@ -1,8 +1,8 @@
 """Divides the logits of T tokens into blocks, and multiplies the matrices that produce a block or use it.
 
-A block has all rows (up to `BLOCK_ROWS`), and as many columns as then fit into the workspace. So one product over all
-tokens computes a row of the weight's gradient, which is written once. Only the gradient of the hidden states, which is
-smaller, is summed over blocks.
+A block has all rows (up to `BLOCK_ROWS`), and as many columns as then fit into the workspace. Each row of the weight's
+gradient is then computed by one product over all tokens, and written once. Only the gradient of the hidden states,
+which is smaller, is summed over blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 600 * 2**20}
 """Most bytes of logits in memory at the same time if all columns of a row are needed at once. On a GPU this is 2,048
 rows at V=151936 in 16 bits: on an H100, four chunks of so many rows took 3 ms less than five chunks of 1,648."""
 TURNS = {"cpu": 1, "gpu": 2}
-"""Number of buffers between which the blocks are divided that `overlap.for_each_product` computes."""
+"""Number of buffers that `overlap.for_each_product` fills in turn with blocks."""
 EXACT_BYTES = {"cpu": 2 * 2**20, "gpu": 64 * 2**20}
 """Most bytes of fp32 logits in memory before they are rounded to a 16-bit dtype. On an H100, pieces of 8 and 16 MiB
 were slower, because the host launches short kernels more slowly than the device computes them."""
@@ -45,7 +45,7 @@ class Blocks:
     ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Yield hidden @ weight.T block by block in reused buffers: all columns of some rows, then the next rows.
 
-        before: is called with the number of a buffer before a product is written into it.
+        before: function that is called with the number of a buffer before a product is written into the buffer.
 
         Logits of 16-bit inputs are fp32, because rounding them to bf16 would cause most of the error of a logp (2^-9
         of the logit). A CPU multiplies in fp32 to get such logits, which is slower. On AMD GPUs the logits are rounded,
@@ -95,7 +95,7 @@ def plan_rows(tokens: int, vocab: int, like: torch.Tensor, rows: int | None = No
 
 
 def even(length: int, most: int, multiple: int = 16) -> int:
-    """Return the size, at most `most` and divisible by `multiple`, of about equal parts into which to cut `length`."""
+    """Return the size of about equal parts of `length`, divisible by `multiple` and at most `most` (or `multiple`)."""
     most = max(multiple, most // multiple * multiple)
     parts = max(1, -(-length // most))
     return min(most, -(-max(1, length) // (parts * multiple)) * multiple)

@@ -1,4 +1,4 @@
-"""Checks values that are on a GPU without a wait for the device: the host reads their results later."""
+"""Checks values that are on a GPU without a wait for the device: the host reads the results of the checks later."""
 
 from collections import deque
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from spmdrl_kernels.vocabulary import Vocabulary
 HELD = 6
 """Number of [C, V] tensors that a chunk and one teacher need in memory at the same time."""
 BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
-"""Most bytes that these tensors take together; they determine the number of rows of a chunk."""
+"""Most bytes that these tensors take together; this limit determines the number of rows of a chunk."""
 
 
 def distillation_loss(

@@ -65,8 +65,8 @@ def linear_logprob(
             in the call. If true, all blocks have the same number of rows; kernels/README.md lists the cost.
         chunk_tokens: rows of a block of logits; the size of a block affects only speed, memory and rounding.
         chunk_vocab: columns of a block. By default the device decides the size.
-        backend: `triton`, `torch` or `liger` (`liger.py`). By default it is the environment variable SPMDRL_KERNELS, or
-            without that variable triton on a GPU and torch on other devices.
+        backend: `triton`, `torch` or `liger` (`liger.py`). By default it is the value of the environment variable
+            SPMDRL_KERNELS, or without that variable triton on a GPU (if it is installed) and torch on other devices.
 
     Returns:
         logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. For bf16 and fp16
@@ -102,9 +102,7 @@ def linear_logprob(
 def _refuse_for_liger(sizes: dict[str, Any]) -> None:
     """Raise ValueError if a setting that the backend `liger` does not support is not None. sizes: name -> value."""
     if names := [name for name, value in sizes.items() if value is not None]:
-        raise ValueError(
-            f"backend='liger' does not support {', '.join(names)}: leave it out, or use 'triton' or 'torch'"
-        )
+        raise ValueError(f"backend='liger' does not support {', '.join(names)}: use backend='triton' or 'torch'")
 
 
 def kept_rows(

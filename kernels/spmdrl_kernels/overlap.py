@@ -34,8 +34,8 @@ def for_each_product(
                 work(*block)
                 done[number % blocks.buffers].record(side)
     finally:
-        # The allocator may give memory that the second stream uses to later work of the current one. So that one waits,
-        # and `record_stream`, which would keep the memory longer, is not needed.
+        # The allocator may give memory that the second stream uses to later work of the current one. So the current
+        # stream waits, and `record_stream`, which would keep the memory longer, is not needed.
         main.wait_stream(side)
 
 

@@ -123,14 +123,14 @@ class TorchRows:
         """
         z_CV = self._scaled(logits_CV, scale_C, softcap)
         slope_CV = None
-        if softcap is not None:  # Its derivative is 1 - tanh^2, where tanh is z / (softcap * scale).
+        if softcap is not None:  # The softcap's derivative is 1 - tanh^2, where tanh is z / (softcap * scale).
             slope_CV = torch.div(z_CV, softcap, out=self._buffer("slope", z_CV))
             if scale_C is not None:
                 slope_CV.div_(scale_C[:, None])
             slope_CV.square_().neg_().add_(1)
         g_C1 = (grad_logp_C if scale_C is None else grad_logp_C * scale_C)[:, None]
         z_CV.sub_(norm_2C[0][:, None])
-        share_C1 = norm_2C[1][:, None]  # With it, p = share * e^z and log p = z + log share.
+        share_C1 = norm_2C[1][:, None]  # With this share, p = share * e^z and log p = z + log share.
         if grad_entropy_C is None or entropy_C is None:  # The caller passes both or neither.
             z_CV.exp_().mul_(-g_C1 * share_C1)
         else:

@@ -15,7 +15,8 @@ GRADIENT_BLOCK = 2048
 """Maximum number of columns that one program of the gradient kernel processes."""
 STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 2, 4
 STATS_LANES_FP64, STATS_STEPS_FP64 = 256, 2
-"""A program of the stats kernel processes up to LANES * STEPS columns at a time; one thread has all steps of a lane.
+"""A program of the stats kernel processes up to LANES * STEPS columns at a time; one thread processes all steps of a
+lane.
 
 STATS_WARPS is the number of warps of a program."""
 RESULTS_BLOCK: Any = 256
@@ -33,7 +34,7 @@ class TritonRows:
         self.fp64 = dtype == torch.float64
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Return the logits without a copy: `add_stats_` leaves them unchanged, `logit_gradient` may overwrite them."""
+        """Return the logits without a copy. `add_stats_` leaves them unchanged; `logit_gradient` may overwrite them."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, targets_C, offset, scale_C, softcap, second, first) -> None:

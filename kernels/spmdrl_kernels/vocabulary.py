@@ -25,7 +25,7 @@ def lowest(dtype: torch.dtype) -> float:
 
 
 def clear_(state_4T: torch.Tensor) -> torch.Tensor:
-    """Set a state [4, T] to that before the first column, in place; return it."""
+    """Set a state [4, T] in place to the state before the first column; return it."""
     state_4T.zero_()[MAX] = lowest(state_4T.dtype)
     return state_4T
 
@@ -89,7 +89,7 @@ def rescale_(state_4T: torch.Tensor, top_T: torch.Tensor, second: str) -> None:
 
 
 def _differing(facts: list[list[int]], sizes: Sequence[int]) -> str:
-    """Return what is wrong with the ranks' numbers of rows, numbers of targets and sums of targets; empty if nothing.
+    """Return what is wrong with the ranks' numbers of rows, numbers of targets and sums of targets; "" if nothing is.
 
     sizes: the numbers of rows that the caller named.
     """

@@ -78,5 +78,5 @@ def test_guard_continues_after_a_resume():
         kept(norm)
     other.guard.restore(json.loads(json.dumps(kept.guard.state())))
     assert other.guard.state() == kept.guard.state() and other.guard.median == kept.guard.median
-    with pytest.raises(NonFiniteError, match="3 in a row"):
+    with pytest.raises(NonFiniteError, match="last of 3 bad steps in a row"):
         other(math.nan)
