@@ -116,9 +116,9 @@ def in_bfloat16(world, folder: str) -> dict:
             types: set[tuple[str, torch.dtype]] = set()
             slopes: list[torch.Tensor] = []
 
-            def token_losses(self, shared, logp, entropy, x, types=types, slopes=slopes):
+            def token_losses(self, shared, episodes, logp, entropy, x, types=types, slopes=slopes):
                 types |= {(column, values.dtype) for column, values in {**x, "logp": logp}.items()}
-                loss, stats = plain(self, shared, logp, entropy, x)
+                loss, stats = plain(self, shared, episodes, logp, entropy, x)
                 if logp.requires_grad:
                     slopes.append(torch.autograd.grad(loss.sum(), logp, retain_graph=True)[0][x["mask"]])
                 return loss, stats
