@@ -78,7 +78,7 @@ def sent(operation: str, args: tuple, ranks: int) -> float:
 
 
 class Counter(TorchDispatchMode):
-    """A context manager that adds up the bytes this rank sends in `bytes`, by axis, or as `rest` for other groups."""
+    """A context manager whose `bytes` add up what this rank sends, by axis; `rest` is for groups of no axis."""
 
     def __init__(self):
         super().__init__()

@@ -56,7 +56,7 @@ def judge(
 
 
 def figures_of(rows: list[dict]) -> dict[str, float]:
-    """Return figures of the last step, and the difference after the second wake."""
+    """Return figures of the last step, and the mean difference in logp after the second wake."""
     if not rows:
         return {}
     figures = {key: rows[-1][key] for key in SHOWN if key in rows[-1]}

@@ -237,7 +237,7 @@ def run_pushes(worlds: tuple[int, ...] = PLANNED, layers: int | None = None) -> 
 
 
 def targets(rows: list[dict[str, Any]], pushes: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
-    """Return (name, value, goal, met) of each target, which compare the most ranks with the fewest."""
+    """Return (name, value, goal, met) of each target; most of them compare the most ranks with the fewest."""
     found = []
     for name in dict.fromkeys(row["job"] for row in rows):
         mine = [row for row in rows if row["job"] == name]

@@ -1,4 +1,4 @@
-"""Runs whole training steps with an engine beside the trainer, and measures memory after each wake and decoding.
+"""Runs whole training steps with an engine beside the trainer; measures memory after each wake, and decoding speed.
 
     python benchmarks/colocated.py [--quick] [--json FILE] [--engine vllm] [--eager] [--steps N]
 
@@ -36,8 +36,8 @@ SIZES = {
 }
 """Sizes by device; on a GPU `--quick` changes nothing."""
 PHASES = ("idle trainer off", "engine weights on", "pushed", "rollout", "sampled", "engine asleep", "trained")
-"""Phases of a step whose memory is reported, in order. `pushed` and `rollout` follow a wake: of the weights, of the KV
-cache."""
+"""Phases of a step whose memory is reported, in order. `pushed` follows a wake of the weights, and `rollout` one of the
+KV cache."""
 GROWTH_GIB = 0.5
 """Largest growth of the memory after a wake, from the second step to the last."""
 REWARD = """
@@ -111,9 +111,9 @@ def settings(folder: Path, device: str, args: argparse.Namespace) -> list[str]:
 
 
 def measure(folder: Path, device: str, args: argparse.Namespace, about: dict[str, Any]) -> None:
-    """Run the training, save and print a row for each step and print the targets; ends the process.
+    """Run the training, save and print a row for each step, print the targets, and end the process.
 
-    folder: is deleted at the end.
+    folder: where the run's files go; it is deleted at the end.
     """
     import torch
 

@@ -10,8 +10,8 @@ which a pair's prompt is run once. Both have one thread per rank and no activati
 of chosen responses must agree in the first and in the last step, and in their change (SAME). In bfloat16 the learning
 rate is larger, so that the loss changes by more than rounding errors.
 
-The two programs run at the same time and take turns step by step, while the other one sleeps. Steps of the warm-up are
-not counted. TRL runs in a separate environment (`--trl-venv`, created on first use). Peak memory is the largest
+The two programs are started together and take turns: while one runs a step, the other one sleeps. Steps of the warm-up
+are not counted. TRL runs in a separate environment (`--trl-venv`, created on first use). Peak memory is the largest
 resident set of a rank. Tokens are those of prompts and responses; a prompt counts for both responses. With `--json`,
 jobs are added to those in the file.
 """

@@ -52,7 +52,7 @@ from benchmarks._gpu_stages import (  # noqa: E402
 GRACE = 5.0
 """Seconds before the limit at which a program is signalled to end."""
 LEAST = 10.0
-"""Seconds below which a stage is not started."""
+"""A stage is not started if fewer seconds than this are left."""
 MARK = "SPMDRL_STAGE"
 """Environment variable that marks all processes of a stage, since torchrun starts its ranks in separate sessions."""
 SETUP = "SPMDRL_SETUP_SECONDS"
@@ -152,7 +152,7 @@ def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]
 
 
 def taken_from(log: Path, start: int) -> list[str]:
-    """Return the lines of a log from a place on, and cut the middle out of the file if they are too long."""
+    """Return the lines of a log from byte `start` on; if they are too long, cut their middle out of the file too."""
     with open(log, "rb") as file:
         file.seek(start)
         part = file.read()
@@ -167,7 +167,7 @@ def taken_from(log: Path, start: int) -> list[str]:
 
 
 def run_stage(stage: Stage, form: Form, limit: float, gib: float = 1e9) -> Result:
-    """Run a stage and return its result, which is the reason if it cannot run. gib: memory of the smallest GPU."""
+    """Run a stage and return its result, with the reason if it cannot run. gib: memory of the smallest GPU."""
     result = Result(stage.name, limit=limit, proves=stage.proves)
     if reason := stage.lacks(form, gib):
         result.status, result.reason = "skipped", reason

@@ -190,7 +190,7 @@ def fit(polls: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def bound(static: dict, model: tuple[float, float], args) -> dict:
-    """Return the step time of the setting `static` with always full engines, and the ratio to the measured time."""
+    """Return the step time of the setting `static` if engines were always full, and the measured time's ratio to it."""
     a, b = model
     tokens = static["mean_length"] * args.prompts * args.samples / args.ranks
     sampling = tokens / args.sequences * (a + b * args.sequences)
@@ -247,7 +247,7 @@ def default_ranks() -> int:
 
 
 def measure(args) -> tuple[dict[str, dict], str]:
-    """Start the ranks and read what they wrote; return the figures of each setting, and why the run ended early if so.
+    """Start the ranks and read what they wrote; return the figures of each setting, and why the run ended early, or "".
 
     Raises:
         RuntimeError: the ranks ended before a step was counted; the message has the end of their output.

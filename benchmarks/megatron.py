@@ -45,7 +45,8 @@ TOKENS = 4096
 BUDGET = 512
 GOAL = 0.8
 LIMITS = {"logp": 1e-5, "loss": 1e-5, "grad_norm": 1e-5}
-"""Maximum relative differences. Megatron squares gradients in float32, so its norm is off by 3e-5 at 5M parameters."""
+"""Maximum relative differences. Megatron's own gradient norm, which squares gradients in float32, would be off by 3e-5
+at 5M parameters; both policies compute the norm in float64."""
 TWO_RANKS = {
     "fsdp 2": ("fsdp", {}),
     "megatron dp2": ("megatron", {}),
@@ -99,7 +100,7 @@ def open_group(rank: int, ranks: int, folder: str) -> None:
 
 
 def open_policy(kind: str, model: str, axes: dict, share: bool = False):
-    """Create Megatron's groups again and return the config, the world with these axes, and the policy. Collective."""
+    """Return the config, the world with these axes, and the policy; create Megatron's groups again. Collective."""
     from spmdrl.config.presets import with_preset
     from spmdrl.config.schema import Config, ParallelConfig
     from spmdrl.policy.models import backend
@@ -144,7 +145,7 @@ def episodes(batch: str) -> list:
 
 
 class Side:
-    """A policy with a scored share of the batch, whose actions can be timed."""
+    """A policy whose actions can be timed, with its scored share of the batch."""
 
     def __init__(self, kind: str, model: str, axes: dict, batch: str, share: bool = False):
         """Open the policy and score its share of the batch. batch: key of BATCHES. Collective."""

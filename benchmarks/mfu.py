@@ -56,7 +56,7 @@ MAKERS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "A100":
 SIDES = ("fsdp", "megatron", "plain")
 """The sides on a CPU. A GPU runs those of LADDER too."""
 SMALL = 0.36
-"""Least utilization by the shapes of Qwen2.5-0.5B on a GPU."""
+"""Minimum utilization (target) with the shapes of Qwen2.5-0.5B on a GPU."""
 PACKAGES = {"megatron": "megatron", "liger": "liger_kernel"}
 """Side -> the module that it needs."""
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -117,7 +117,7 @@ def expert_of(name: str) -> int | None:
 
 
 def megatron(model: Checkpoint, ranks: int, tp: int = 4, pp: int = 8, ep: int = 16):
-    """Return the boxes of all ranks under Megatron: parts of tensors of a stage, and complete experts; replicated."""
+    """Return the boxes of all ranks under Megatron: parts of a stage's tensors, and complete experts."""
     layers, stage_ranks = model.config.num_hidden_layers, ranks // pp
     assert stage_ranks * pp == ranks and ep % tp == 0 and stage_ranks % ep == 0
     experts = 1 + max(expert_of(e.name) or 0 for e in model.entries)
@@ -170,7 +170,7 @@ def exchanged(sets):
 
 
 def traffic(model: Checkpoint, held, routes, buckets: int, rank: int) -> dict:
-    """Return messages, regions, digests and bytes of a push on one rank, and the digests with one per region."""
+    """Return messages, regions, digests and bytes of a push on one rank, also with one digest for each region."""
     from spmdrl.weights.boxes import to_boxes
     from spmdrl.weights.reshard import message_bytes
 

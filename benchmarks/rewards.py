@@ -4,8 +4,8 @@
 
 The answers are synthetic: 80 words of work and `#### n` as in GSM8K, and a sixth of them are wrong. They are submitted
 in steps of 256, with a poll after each answer as in a rollout, and then drained. Each row is the best of three rounds.
-The printed time per answer is 1 second divided by the rate. `auto` and `verl file` go through the pool; the latter is a
-user's file with verl's signature. `auto, symbolic` needs math-verify for each answer. It has one round of 128 answers,
+The printed time per answer is 1 second divided by the rate. `auto` and `verl file`, a user's file with verl's
+signature, go through the pool. `auto, symbolic` needs math-verify for each answer. It has one round of 128 answers,
 since parsed answers are cached. Times are wall-clock times, so other load on the machine lowers the rates.
 """
 

@@ -6,8 +6,8 @@
 share neither processes nor files (`tests/sandbox/test_attacks.py`). The table also has `python -c` without a sandbox.
 *Step*: a real job samples 64 responses from a random model with the layers of SmolLM2-135M and the tiny tokenizer
 (quick: the tiny model, fewer tests), and grades each by 20 runs on standard input. Its reward always grades the same
-right program in place of the response, so that all tests run. `time/reward` is the time that the job waits for rewards
-after sampling.
+correct program in place of the response, so that all tests run. `time/reward` is the time that the job waits for
+rewards after sampling.
 """
 
 import argparse

@@ -10,8 +10,8 @@ square of the length of a packed sequence, so larger micro-batches are slower. s
 losses of the first and of the last step must agree, and so must their change (SAME). In bfloat16 the learning rate of
 the real model is larger, so that the losses change by more than rounding errors.
 
-The two programs run at the same time and take turns step by step, while the other one sleeps. Steps of the warm-up are
-not counted. TRL runs in a separate environment (`--trl-venv`, created on first use). Peak memory is the largest
+The two programs are started together and take turns: while one runs a step, the other one sleeps. Steps of the warm-up
+are not counted. TRL runs in a separate environment (`--trl-venv`, created on first use). Peak memory is the largest
 resident set of a rank. With `--json`, jobs are added to those in the file.
 """
 

@@ -82,7 +82,7 @@ class Tensors:
         for name, shape in shapes.items():
             kind = name.split(".")[-2]
             dim = 0 if kind in ROWS else 1 if kind in COLUMNS else None
-            # A tensor that cannot be divided evenly, as with more ranks than heads: engines replicate or pad it.
+            # Engines replicate or pad a tensor that cannot be divided evenly, as with more ranks than heads.
             if dim is None or shape[dim] % tp:
                 dim, rows = 0, shape[0]
                 start = 0
@@ -99,19 +99,19 @@ class Tensors:
             into.copy_(x.narrow(dim, start, into.shape[dim]))
 
     def needs(self, entries):
-        """Implement `needs` of `rollout.engine`."""
+        """Implement `needs` of `engines.engine`."""
         from spmdrl.engines.needs import watched_load
 
         return watched_load(self.load_weights, ((e.name, e.shape, self.dtype) for e in entries))
 
     def load(self, buckets, version: int) -> None:
-        """Implement `load` of `rollout.engine`."""
+        """Implement `load` of `engines.engine`."""
         for bucket in buckets:
             self.load_weights(bucket.items())
         self.version = version
 
     def held_words(self) -> int:
-        """Implement `held_words` of `rollout.engine`."""
+        """Implement `held_words` of `engines.engine`."""
         from spmdrl.spmd.checksum import word_sum
 
         return word_sum(x for _, _, x in self.parts.values())
@@ -154,7 +154,7 @@ def best(action: Callable[[], Any], times: int, device: torch.device = CPU) -> f
 
 
 def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: int, folder: str) -> None:
-    """Measure one case of the second table; write this rank's numbers."""
+    """Measure one case of the third table; write this rank's numbers."""
     from spmdrl.session.transfer import Transfer
 
     world, shapes = world_of(rank, ranks, tp, folder), tensors_of(model)

@@ -10,9 +10,9 @@ vLLM does not run on a CPU. There is no KL term, one optimizer update per step, 
 ends early, and every step of a real job has the same four prompts in both programs, so that both train on the same
 number of tokens.
 
-The two programs run at the same time and take turns step by step, while the other one sleeps. Steps of the warm-up are
-not counted. TRL runs in a separate environment (`--trl-venv`, created on first use), with the torch and transformers of
-this one. With `--json`, jobs are added to those in the file.
+The two programs are started together and take turns: while one runs a step, the other one sleeps. Steps of the warm-up
+are not counted. TRL runs in a separate environment (`--trl-venv`, created on first use), with the torch and
+transformers of this one. With `--json`, jobs are added to those in the file.
 """
 
 import argparse

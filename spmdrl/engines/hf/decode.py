@@ -194,7 +194,7 @@ class Decoder:
 def distance(got_V: torch.Tensor, want_V: torch.Tensor) -> float:
     """Return the mean |dlogp| over the vocabulary, weighted by the probabilities of `want_V`.
 
-    If `want_V` contains nan, the distance is 0; the first training step then raises an error.
+    If `want_V` contains nan, the distance is 0, because the first training step raises an error in that case.
     """
     if want_V.isnan().any():
         return 0.0

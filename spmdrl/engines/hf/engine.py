@@ -1,4 +1,4 @@
-"""The HF engine: forwards of plain transformers, with a cache if it works, for tests and small models, without vLLM.
+"""The HF engine: samples by plain forwards of transformers, for tests, small models and machines without vLLM.
 
 Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform
 sampling from one uniform number, which depends only on the request's seed and the token's position. A sample therefore

@@ -117,7 +117,8 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _loss(self, logits_SE: torch.Tensor, now: Routing) -> torch.Tensor:
-        """Return this rank's part of the sum over sequences of length * E * sum(f * P). Collective over tp and cp.
+        """Return this rank's part of a sum with the term length * E * sum(f * P) for each sequence. Collective over tp
+        and cp.
 
         For each expert, f is the share of the sequence's choices that it gets, and P its mean probability.
         """

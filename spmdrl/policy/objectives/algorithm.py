@@ -47,8 +47,8 @@ class Algorithm:
     limits: CorrectionConfig
     """Bounds on the importance weights, and bounds outside of which a sequence does not train."""
     mask_cut: bool
-    """True if responses that were cut at the length limit do not train; their rewards still count in the statistics of
-    their groups."""
+    """True if responses that were cut at the length limit are not trained on; their rewards still count in the
+    statistics of their groups."""
     staleness: int
     """Maximum number of versions by which the engine's weights may be older than the policy's."""
     chunked: bool
