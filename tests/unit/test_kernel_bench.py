@@ -11,6 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmdrl_kernels import linear_logprob, token_logprob
 
 ROOT = Path(__file__).resolve().parents[2]
 BARE = partial(sum, range(10**4))
@@ -245,6 +248,29 @@ def test_kernel_bench_leaves_the_rounds_it_has_done(bench, name, monkeypatch, tm
     rounds = {",".join(map(str, row["shape"])): row["rounds"] for row in got["rows"]}
     assert list(rounds) == shapes and rounds[shapes[0]] >= 3 and rounds[shapes[1]] == 1
     assert got["about"]["versions"]["torch"] and "left_out" in got["about"] and os.listdir(tmp_path) == ["out.json"]
+
+
+def test_kernel_forward_of_given_logits_is_two_launches(bench):
+    """Torch is asked for nothing but memory beside them. Each further block of products adds one launch."""
+    pytest.importorskip("triton")
+    launches_of = importlib.import_module("_launches")
+    operations: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
+                operations.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight, targets = (launches_of.make(*shape, dtype=torch.bfloat16) for shape in ((8, 4), (900, 4), (8,)))
+    targets = targets.detach().long()
+    with torch.no_grad(), launches_of.recording(True) as launches, Watch():
+        token_logprob(launches_of.make(8, 900, dtype=torch.bfloat16), targets, backend="triton")
+        assert [launch.kernel for launch in launches] == ["stats", "results"]
+        linear_logprob(hidden, weight, targets, backend="triton", chunk_vocab=300)
+        assert [launch.kernel for launch in launches[2:]] == ["stats"] * 3 + ["results"]
+    assert operations == []
+    del sys.modules["_launches"]
 
 
 def test_kernel_bench_gpu_script_asks_for_plots():
