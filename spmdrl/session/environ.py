@@ -14,7 +14,6 @@ DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
     # This is the number of collectives that torch's flight recorder keeps. health/flight_record.py reads them.
     "TORCH_FR_BUFFER_SIZE": "2000",
 }

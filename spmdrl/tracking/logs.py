@@ -40,9 +40,8 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
     ours.propagate = warnings_logger.propagate = False
     logging.captureWarnings(True)
     if rank != 0:
-        # Both libraries make handlers for stderr when they are imported; these variables set the handlers' level.
+        # transformers makes a handler for stderr when it is imported; this variable sets the handler's level.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return ours
 
 

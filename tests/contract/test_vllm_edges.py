@@ -152,14 +152,16 @@ def test_all_reduce_of_flashinfer_is_off_on_a_gpu(monkeypatch, tree):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_environment_shows_warnings_and_yields_to_the_user(monkeypatch, device):
+def test_environment_sends_warnings_to_the_log_file_and_yields_to_the_user(monkeypatch, device):
     import os
 
-    name = "VLLM_ALLREDUCE_USE_FLASHINFER"
     monkeypatch.setattr(os, "environ", {"VLLM_NO_USAGE_STATS": "0"})
     set_environment(torch.device(device))
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING" and os.environ["VLLM_NO_USAGE_STATS"] == "0"
-    assert os.environ.get(name) == ("0" if device == "cuda" else None)
+    assert os.environ["VLLM_CONFIGURE_LOGGING"] == "0" and os.environ["VLLM_NO_USAGE_STATS"] == "0"
+    assert os.environ.get("VLLM_ALLREDUCE_USE_FLASHINFER") == ("0" if device == "cuda" else None)
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "INFO"})
+    set_environment(torch.device(device))
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO" and "VLLM_CONFIGURE_LOGGING" not in os.environ
 
 
 def test_names_of_adapters_are_mapped_without_stacking_in_either_version():

@@ -442,8 +442,7 @@ def test_text_helpers():
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_each_rank_logs_to_its_own_file_and_only_rank_0_to_the_console(tmp_path, capfd, monkeypatch, rank):
-    for name in ("TRANSFORMERS_VERBOSITY", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.setenv(name, os.environ.get(name, "error"))
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", os.environ.get("TRANSFORMERS_VERBOSITY", "error"))
     root = logging.getLogger()
     others = [handler for handler in root.handlers if not getattr(handler, "_spmdrl", False)]
     try:

@@ -26,10 +26,12 @@ def set_environment(device: torch.device) -> None:
     """Set the environment variables that vLLM reads at import, except those that the user set."""
     values = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    if not os.environ.keys() & {"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH"}:
+        # Without handlers of its own, vLLM's warnings go to the log file of the rank, and not to the console.
+        values["VLLM_CONFIGURE_LOGGING"] = "0"
     if device.type == "cpu":
         # Cores are not pinned, because every rank of a node would get the same ones. Compiling vLLM's small sampling
         # helper takes more time than it saves.
