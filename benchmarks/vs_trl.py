@@ -6,7 +6,7 @@ Toy jobs train the 0.74M policy that ships here on 8 prompts x 8 samples of exac
 engine on both sides. Real jobs train SmolLM2-135M on 4 prompts of GSM8K x 8 samples of exactly 64 tokens, in float32 on
 one rank and in bfloat16 on two. There spmdrl uses its default engine (vLLM), or the HF engine in the jobs that end in
 `-hf`, which separate the gains of vLLM and of spmdrl. TRL samples with transformers' generate, its default, because its
-vLLM does not run on a CPU. There is no KL term, one optimizer update per step, and one thread per rank. No response
+vLLM does not run on a CPU. There is no KL term; a step has one optimizer update, and a rank has one thread. No response
 ends early, and every step of a real job has the same four prompts in both programs, so that both train on the same
 number of tokens.
 

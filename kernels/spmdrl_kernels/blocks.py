@@ -1,8 +1,8 @@
 """Divides the logits of T tokens into blocks, and multiplies the matrices that produce a block or use it.
 
-A block has all rows (up to `BLOCK_ROWS`), and as many columns as then fit into the workspace. Each row of the weight's
-gradient is then computed by one product over all tokens, and written once. Only the gradient of the hidden states,
-which is smaller, is summed over blocks.
+A block has all rows (up to `BLOCK_ROWS`), and as many columns as fit into the workspace with these rows. So each row of
+the weight's gradient is computed by one product over all tokens, and written once. Only the gradient of the hidden
+states, which is smaller, is summed over blocks.
 """
 
 from collections.abc import Callable, Iterator

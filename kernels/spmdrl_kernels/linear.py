@@ -53,9 +53,10 @@ def linear_logprob(
             gradient.
         softcap: logits become softcap * tanh(logits / softcap) (gemma2's final_logit_softcapping); None for no cap.
         mask: bool [T]. Rows with False are dropped before any computation; their results are 0.
-        group: ranks that divide the vocabulary. `weight_VD` then holds this rank's consecutive rows of the weight, in
-            the order of the group's ranks; their number may differ between ranks and may be 0. Targets are global ids.
-            Hidden states, targets, temperature, mask and upstream gradients must be the same on all ranks. Forward
+        group: ranks that divide the vocabulary. With a group, `weight_VD` holds this rank's consecutive rows of the
+            weight, in the order of the group's ranks; the number of rows may differ between ranks and may be 0. Targets
+            are global ids. Hidden states, targets, temperature, mask and upstream gradients must be the same on all
+            ranks. Forward
             runs three small collectives. Backward runs one of [T, D], which gives every rank the complete gradient of
             hidden_TD; the weight's gradient is that of this rank's rows.
         group_rows: number of rows of each rank of the group, so that the host need not wait for the device to know
@@ -122,7 +123,7 @@ def _padded(
 ) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor, int]:
     """Return the inputs padded with zeros to complete blocks, and the number of rows of a block.
 
-    All matmuls then have the same shape, so the matmul library uses the same kernel for any number of tokens.
+    So all matmuls have the same shape, and the matmul library uses the same kernel for any number of tokens.
 
     rows: number of rows of a block; None for the device's `INVARIANT_ROWS`.
     """

@@ -33,7 +33,8 @@ def clear_(state_4T: torch.Tensor) -> torch.Tensor:
 def new_state(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a state [4, tokens] for a part of the vocabulary with this number of columns.
 
-    Its values are undefined: the operation on the first columns sets them. If there are no columns, it is cleared.
+    Its values are undefined: the operation on the first columns sets them. If there are no columns, the state is
+    cleared.
     """
     state_4T = torch.empty(4, tokens, dtype=dtype, device=device)
     return state_4T if columns else clear_(state_4T)

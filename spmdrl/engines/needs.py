@@ -34,8 +34,8 @@ class Needs:
 def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
     """Return a box of the contiguous tensor `whole` that contains all elements of `x`, a non-empty view of it.
 
-    The box is the smallest possible one, unless strides over a flattened tensor jump between rows; then it contains
-    complete rows.
+    The box is the smallest possible one, unless strides over a flattened tensor jump between rows. In that case it
+    contains complete rows.
     """
     # Offsets are in bytes, because the view may have another type.
     start, size = int(x.storage_offset()) * x.itemsize, whole.numel() * whole.itemsize

@@ -19,7 +19,7 @@ WINDOW, LEAST = 32, 8
 """A spike is a gradient norm far above the median of the last WINDOW norms. Before LEAST norms exist, none counts as a
 spike."""
 MOST = 3
-"""Maximum number of batches that a run stores for each kind of anomalous step; it is small, as batches are large."""
+"""Maximum number of batches that a model's guard stores for each kind of anomalous step; batches are large."""
 
 
 class NonFiniteError(RuntimeError):

@@ -25,7 +25,7 @@ from spmdrl_kernels.linear import wide
 Form = Literal["tree", "packed", "apart"]
 """How the sequences of a pack run. `tree`: in one forward, in which shared tokens run once; `packed`: in one forward
 without sharing; `apart`: in one forward per sequence, with the attention of transformers. All forms have the same
-results; `self_check.py` finds those that a model supports."""
+results except for rounding; `self_check.py` finds those that a model supports."""
 
 Noise = tuple[torch.Tensor, torch.Tensor]
 """Noise on embeddings: the seed of each token, int64 [T], and a scale for each token, [T]. The noise of a token lies

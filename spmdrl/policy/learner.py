@@ -87,8 +87,8 @@ class Learner:
         """Type of master weights, gradients, the optimizer's moments, and the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
         self.loss_scale = LossScale() if self.compute == torch.float16 else None
-        """Factor by which `gradient` multiplies the loss before its backward, and by which it then divides the
-        gradient; None unless the forward is in float16."""
+        """Factor that multiplies the loss before its backward and divides the gradient after it (`gradient`); None
+        unless the forward is in float16."""
         self.away: list[Parked] = []
         self.parameters_away = False
         self.build(trainable, path or cfg.model.path, routing_replay, adapt and cfg.lora.rank > 0, average)

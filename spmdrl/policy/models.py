@@ -187,8 +187,8 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: int, average: bool) -> Any:
     """Build a frozen model, or a `RemotePolicy` if the model is on scoring ranks. Collective.
 
-    each: the model's plan. outputs: number of outputs of a reward model for a token. average: whether the model
-    averages the policy's weights over steps.
+    each: the model's plan. outputs: number of outputs of a reward model for a token. average: whether the model is an
+    average of the policy's weights over steps.
     """
     model = None
     if world.scores:

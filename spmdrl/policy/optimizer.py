@@ -24,8 +24,8 @@ def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Create AdamW's initial state for each parameter that has none, so that a checkpoint can save or load it.
 
-    torch's state dict functions would create it by a step with learning rate 0. Bias correction would then treat the
-    first real step as the second.
+    torch's state dict functions would create it by a step with learning rate 0. After that, bias correction would treat
+    the first real step as the second.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
         optimizer.state[p] = new_state(p)

@@ -2,8 +2,8 @@
 
 Some model families of transformers compute other probabilities with their cache than without, and the caches of others
 cannot drop finished rows. `Decoder.check` therefore compares decoding with and without a cache after the first weights
-have arrived. It refuses a model in which later tokens change the probabilities of earlier ones, with a tolerance for
-rounding and near ties between experts.
+have arrived. It refuses a model in which later tokens change the probabilities of earlier ones by more than rounding
+and near ties between experts explain.
 
 Shapes: B rows, V tokens of the vocabulary.
 """
@@ -118,7 +118,7 @@ class Decoder:
         if (largest := self._largest(max(changed), device)) > close:
             raise ValueError(
                 f"--rollout.engine hf: {name} of transformers gives a token other probabilities when other tokens "
-                f"follow (they then differ by {largest:.1g} in logp on average), so samples of it cannot be scored: "
+                f"follow (logp changes by {largest:.1g} on average), so samples of this model cannot be scored: "
                 "take a model of another family"
             )
         found: dict[str | None, float] = {}
@@ -126,7 +126,7 @@ class Decoder:
         for self.way in (*WAYS, None):
             try:
                 apart = max(self._apart(row, logp) for row, logp in zip(rows, plain, strict=True))
-                reasons.append(f"its tokens then differ by {apart:.1g} in logp on average")
+                reasons.append(f"logp changes by {apart:.1g} on average")
             except Exception as error:  # the model's own code may raise any exception
                 if of_the_machine(error):
                     raise

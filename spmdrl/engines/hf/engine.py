@@ -1,8 +1,8 @@
 """The HF engine: samples by plain forwards of transformers, for tests, small models and machines without vLLM.
 
 Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform
-sampling from one uniform number, which depends only on the request's seed and the token's position. A sample therefore
-does not depend on the other rows of its batch.
+sampling from one uniform number, which depends only on the request's seed and the token's position. Except for
+rounding, a sample therefore does not depend on the other rows of its batch.
 
 The engine starts without weights: it reads none from the model's folder, and the first push brings all of them.
 """
@@ -194,7 +194,7 @@ class HFEngine:
         """Implements `Engine.load`.
 
         Raises:
-            ValueError: some weights have not been in any push; the engine then has no version (law 5).
+            ValueError: some weights have not been in any push. The engine is left without a version (law 5).
         """
         self.version = None
         self.wake("weights")
@@ -210,7 +210,7 @@ class HFEngine:
         if self.lacking:
             raise ValueError(
                 f"--rollout.engine hf: the trainer pushes no tensor for {len(self.lacking)} of the engine's weights "
-                f"({', '.join(sorted(self.lacking)[:3])}), which it does not read from the folder: take another "
+                f"({', '.join(sorted(self.lacking)[:3])}), and the engine reads none from the folder: take another "
                 "--policy.backend or another engine"
             )
         self.version = version
@@ -275,8 +275,8 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
 def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
     """Return running sums of probabilities along each row.
 
-    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. Integers in units of 2^-52 are
-    then added instead, because their sum does not depend on the order.
+    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. In that case integers in units
+    of 2^-52 are added, because their sum does not depend on the order.
     """
     if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
         return in_integers(p_BV)

@@ -73,7 +73,7 @@ class Process:
         try:
             self.facts: list[int] = self.answer()
         finally:
-            # Connected sockets do not need their files, so these are deleted; a killed job then leaves no files behind.
+            # Connected sockets do not need their files. They are deleted, so that a killed job leaves none behind.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:

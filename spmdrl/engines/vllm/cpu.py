@@ -18,7 +18,7 @@ MOST_PACKED = 4 << 30
 
 
 class Packed:
-    """Copies of weights in the layouts of the CPU build's kernels, created at first use and dropped at every load.
+    """Copies of weights in the layouts of the CPU build's kernels, created at first use, dropped when weights change.
 
     vLLM itself packs weights once at start and drops the plain weights of linear layers, so weights loaded later would
     be lost or read in the wrong layout. Packed copies in addition to plain weights make products with 16 to 32 rows 1.5

@@ -165,7 +165,7 @@ def _cpu_options(cfg: Config, config: Any, folder: Path, longest: int) -> dict[s
     # float32 and that packs weights once at start, which would make later pushes ineffective.
     latent = getattr(config, "kv_lora_rank", None)
     options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
-    # Prompts are not divided into chunks, because samples would then depend on the chunks: after each one vLLM resets
+    # Prompts are not divided into chunks, because samples would then depend on the chunks: after each chunk vLLM resets
     # the offset of the request's random generator, which a CPU's generator ignores.
     options["enable_chunked_prefill"] = False
     if stateful:

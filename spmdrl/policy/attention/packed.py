@@ -1,10 +1,10 @@
 """Attention over packed sequences: padding, where it is needed, exists only inside attention.
 
 This module registers the attention implementation `spmdrl_packed` with transformers; a forward passes a `Packing` in
-the model's keyword arguments. On a GPU, a layer uses a kernel for concatenated sequences (`varlen.py`) if one supports
-the layer. If none does, sequences of similar length are laid out as [B, H, L, d] for causal scaled-dot-product
-attention. Padding follows a sequence's tokens, so causality hides it from all of them: complete sequences need no mask,
-and the result is exact.
+the model's keyword arguments. By default, a layer on a GPU uses a kernel for concatenated sequences (`varlen.py`) if
+one supports the layer. If none does, sequences of similar length are laid out as [B, H, L, d] for causal attention in
+torch. Padding follows a sequence's tokens, so causality hides it from all of them: complete sequences need no mask, and
+the result is exact.
 """
 
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ def _padded_class(
     on_cpu = kind_of(q.device) == "cpu"
     masked = softcap or (window and not sink)
     plain = kind == "eager" or masked or (on_cpu and q.dtype == torch.bfloat16 and group.longest <= 512)
-    # On a CPU, keys and values of grouped heads are not repeated, because torch's fused attention is then 20 % faster.
+    # On a CPU, keys and values of grouped heads are not repeated: torch's fused attention is 20 % faster without that.
     repeat = q.shape[1] // k.shape[1]
     grouped = repeat > 1 and on_cpu and not plain
     if repeat > 1 and not grouped:

@@ -84,8 +84,8 @@ class TokenSlice:
     def to_heads(self, q_SHd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor) -> list[torch.Tensor]:
         """Return queries [T, H / R, d], keys and values [T, K', d] of all tokens for this rank's heads. Collective.
 
-        Key-value heads are repeated until R divides their number. Each rank then gets the key-value heads that its
-        query heads need.
+        Key-value heads are repeated until R divides their number. So each rank gets the key-value heads that its query
+        heads need.
 
         Raises:
             ValueError: R does not divide H.

@@ -45,7 +45,7 @@ class Algorithm:
     correction: str
     """Kind of the importance weights that correct for the engine's logp (`algos/correction.py`)."""
     limits: CorrectionConfig
-    """Bounds on the importance weights, and bounds outside of which a sequence does not train."""
+    """Bounds on the importance weights, and bounds outside of which a sequence is not trained on."""
     mask_cut: bool
     """True if responses that were cut at the length limit are not trained on; their rewards still count in the
     statistics of their groups."""
@@ -116,7 +116,7 @@ class Algorithm:
 
     @property
     def entropy_before(self) -> bool:
-        """True if a forward before the update measures the entropy of all tokens, even those that do not train."""
+        """True if a forward before the update measures the entropy of all tokens, even untrained ones."""
         return self.old_logp == "policy" and "collision" not in self.needs
 
 

@@ -18,7 +18,7 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Responses whose sample number is at least this do not train: KTO pairs them with the prompts of other responses."""
+"""Responses whose sample number is at least this are not trained on: KTO pairs them with prompts of other responses."""
 
 
 @dataclass
