@@ -80,8 +80,7 @@ class SharedMemory:
 
 
 class Broadcast:
-    """Broadcasts weights over a group of the rank and the engine's processes, whose GPUs must differ from the
-    rank's."""
+    """Broadcasts weights over a group of the rank and the engine's processes, whose GPUs must not be the rank's."""
 
     def __init__(self, tp: int, backend: str, timeout: float):
         self.tp, self.backend, self.timeout = tp, backend, timedelta(seconds=timeout)

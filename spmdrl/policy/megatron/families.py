@@ -1,7 +1,7 @@
 """Translates HF architectures into Megatron's terms: settings of a TransformerConfig, and names of parameters.
 
-A family is a function that adds its settings to the common ones, and a table (`arch.py`) of parameter names that differ
-from the common ones in its checkpoints. `FAMILIES` lists all families. This module does not import Megatron.
+A family consists of a function that adds its settings to the common ones, and a table (`arch.py`) of the parameter names
+in its checkpoints that differ from the common ones.
 """
 
 from copy import copy
