@@ -1,7 +1,7 @@
 """Translates HF architectures into Megatron's terms: settings of a TransformerConfig, and names of parameters.
 
-A family consists of a function that adds its settings to the common ones, and a table (`arch.py`) of the parameter names
-in its checkpoints that differ from the common ones.
+A family is a function that adds settings to the common ones, and a table (`arch.py`) of those parameter names in its
+checkpoints that differ from the common ones. `FAMILIES` lists all families. This module does not import Megatron.
 """
 
 from copy import copy
