@@ -73,7 +73,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-INPUTS = tuple(field.name for field in fields(LossInputs) if field.default is None)
+INPUTS = tuple(field.name for field in fields(LossInputs) if field.default is None and field.name != "sequences")
 """Names of the optional inputs of a loss."""
 
 
@@ -128,11 +128,13 @@ def compute_loss(
     # bfloat16 cannot represent a ratio of 1 + 4e-4, so the loss of half-precision inputs is computed in float32.
     logp_T = (logp if logp.dtype in (torch.float32, torch.float64) else logp.float()).flatten()
     given = {"old_logp": old_logp, "advantages": advantages} | {k: settings.pop(k, None) for k in INPUTS}
-    columns = {k: as_tensor(k, v, shape).flatten().to(logp_T) for k, v in given.items() if v is not None}
+    columns: dict[str, Any] = {
+        k: as_tensor(k, v, shape).flatten().to(logp_T) for k, v in given.items() if v is not None
+    }
     if isinstance(given["entropy"], torch.Tensor):
         columns["entropy"] = given["entropy"].flatten()  # unlike the other columns, it keeps its gradient
     mask_T, seq_T = mask_T.to(logp.device), seq_T.to(logp.device)
-    x = LossInputs(logp=logp_T, mask=mask_T, seq=seq_T, **columns)
+    x = LossInputs(logp=logp_T, mask=mask_T, seq=seq_T, sequences=shape[0], **columns)
     if x.selected is not None:
         x = replace(x, selected=(x.selected != 0) & mask_T)
     elif loss.select:

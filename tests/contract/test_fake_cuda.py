@@ -13,12 +13,18 @@ import torch
 from spmdrl.algos import compute_advantages, compute_loss
 from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.losses import LOSSES
+from spmdrl.config.divergence import DivergenceConfig
+from spmdrl.data.batch import Batch
 from spmdrl.engines.hf.engine import sample
+from spmdrl.policy.contract import OutputHead
+from spmdrl.policy.forward_plan import for_losses
+from spmdrl.policy.objectives.distillation import DistillObjective, TargetReader
 from spmdrl.session.meter import Meter
 from spmdrl.spmd import storage
 from spmdrl.spmd.checksum import digest, weighted_sum
 from spmdrl.spmd.copies import on_host, to_device
 from spmdrl.spmd.generators import generator_states, set_generator_states
+from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl_kernels import chunked_loss, linear_logprob, raise_deferred
 from tests.contract.fake_cuda import FakeCuda, MixedDevicesError, NondeterministicError
@@ -307,6 +313,23 @@ def test_parity_of_losses_on_a_fake_gpu(name, dtype):
     want = loss(name, "cpu", dtype)
     with FakeCuda():
         same(want, loss(name, "cuda", dtype))
+
+
+def test_waits_of_a_loss_with_one_teacher(gpu):
+    """The teacher's columns and the loss of the rows need no number from the device."""
+    lengths, rows = torch.tensor([3, 4]), torch.tensor([1, 2, 4, 5, 6])
+    token = {"tokens": torch.arange(7), "mask": torch.ones(7, dtype=torch.bool), "t/states": torch.ones(7, 4)}
+    batch = Batch(lengths, token, {"position": lengths, "sample": lengths, "t/share": torch.ones(2).double()})
+    weight = torch.randn(9, 4, device="cuda", generator=seeded())
+    reader, peers = TargetReader(0, 9, torch.float32), Peers(None, CUDA)
+    objective = DistillObjective(DivergenceConfig(), reader, {"t": OutputHead(weight, 1.0, None)}, 1.0, peers)
+    shared = objective.prepare(batch, 0)
+    states = torch.randn(5, 4, device="cuda", generator=seeded()).requires_grad_()
+    rows = rows.to("cuda")
+    gpu.waits.clear()
+    loss, _ = objective.token_loss(for_losses(batch, CUDA), shared)(states, weight, rows, 1.0, None)
+    loss.backward()
+    assert not gpu.waits and states.grad.norm() > 0
 
 
 def definition(hidden, weight, targets):

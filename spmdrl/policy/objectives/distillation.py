@@ -5,6 +5,7 @@ the student's ranks compute the teacher's logits chunk by chunk, so logits [T, V
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -121,28 +122,38 @@ class DistillObjective(TokenObjective):
         columns, device = {name: micro.token[name] for name in names}, micro.device
         weight_T = self.weights(micro, shared)
         share_TK = torch.stack([micro.per_token(micro.seq[share_name(name)]) for name in self.teachers], 1)
+        share_BK = torch.stack([micro.host.seq[share_name(name)] for name in self.teachers], 1)
+        in_use = torch.unique(share_BK > 0, dim=0).tolist()
+
+        def groups(rows_n: torch.Tensor) -> list[tuple[list[bool], Any]]:
+            """Return which teachers have a weight above 0 in a group of rows, and the indices of these rows."""
+            if len(in_use) == 1:
+                return [(in_use[0], slice(None))]
+            # Groups of several kinds make the host wait for the device.
+            kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
+            # An empty batch still needs a loss with a gradient (of zeros), because other ranks may wait for its
+            # backward.
+            several = kinds.tolist() or [[True] * len(self.teachers)]
+            return [(kind, torch.nonzero(kind_n == number).flatten()) for number, kind in enumerate(several)]
 
         def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
             divergence_n, entropy_n = torch.zeros(2, len(rows_n), dtype=wide(states_nD), device=device)
             total = torch.zeros((), dtype=torch.float64, device=device)
             # Rows are grouped by the teachers with a weight above 0, so that no logits are computed for a weight of 0.
-            kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
-            # An empty batch still needs a loss with a gradient (of zeros), because other ranks may wait for its
-            # backward.
-            for number, present in enumerate(kinds.tolist() or [[True] * len(self.teachers)]):
-                at = torch.nonzero(kind_n == number).flatten()
+            for present, at in groups(rows_n):
                 rows, pairs = rows_n[at], []
                 for place, name in enumerate(self.teachers):
                     if present[place]:
                         targets = {column: columns[column][rows] for column in self.reader.names(name)}
                         pairs.append((self.teacher(name, targets), (weight_T * share_TK[:, place])[rows]))
                 part, divergence_mK, entropy_n[at] = distillation_loss(
-                    *(states_nD if len(at) == len(rows_n) else states_nD[at], weight_VD, pairs, self.cfg.beta, divisor),
+                    states_nD if len(rows) == len(rows_n) else states_nD[at],
+                    *(weight_VD, pairs, self.cfg.beta, divisor),
                     softcap=softcap,
                     valid_vocab=self.reader.vocab,
                 )
                 places = [place for place, there in enumerate(present) if there]
-                shares_mK = share_TK[rows][:, places].to(divergence_mK.dtype)
+                shares_mK = torch.stack([share_TK[rows, place] for place in places], 1).to(divergence_mK.dtype)
                 divergence_n[at] = (divergence_mK * shares_mK).sum(1)
                 total = total + part
             return total, (divergence_n, entropy_n)
