@@ -36,7 +36,7 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
     check_kv_cache(cfg, name, on_cpu)
     kind = cfg.rollout.quantization
     if name != "hf" and kind != "none" and (kind != "fp8" or on_cpu):
-        raise ValueError(f"--rollout.quantization {kind}: {name} takes fp8, on a GPU; or take --rollout.engine hf")
+        raise ValueError(f"--rollout.quantization {kind}: {name} takes only fp8, on a GPU; or take --rollout.engine hf")
     if name != "hf" and cfg.rollout.deterministic and on_cpu:
         raise ValueError(
             f"--rollout.deterministic: {name}'s batch-invariant kernels need a GPU; take --rollout.engine hf"
@@ -149,7 +149,7 @@ def check_experts(cfg: Config) -> None:
     if experts % rollout.ep:
         raise ValueError(
             f"{flag}: {cfg.model.path} has {experts} experts, which {rollout.ep} ranks cannot divide equally; "
-            "change --rollout.tp or --rollout.dp with it, or take --rollout.ep 1"
+            "change --rollout.tp or --rollout.dp together with it, or take --rollout.ep 1"
         )
 
 

@@ -76,8 +76,9 @@ def plan_of(config: Any, ranks: int) -> dict[str, str]:
     strange = sorted({style for style in plan.values() if style not in ("colwise", "rowwise")})
     if strange or not plan:
         name = (getattr(config, "architectures", None) or [config.model_type])[0]
+        why = f"its plan has {', '.join(strange)}" if strange else "transformers has no plan for it"
         raise ValueError(
-            f"--rollout.tp {ranks}: the hf engine cannot divide {name} ({', '.join(strange) or 'no plan'}); "
+            f"--rollout.tp {ranks}: the hf engine cannot divide {name} ({why}); "
             "take --rollout.engine vllm, or --rollout.tp 1"
         )
     return plan

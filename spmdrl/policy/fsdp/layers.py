@@ -79,7 +79,7 @@ def compile_layers(hf: Any, backend: str = "inductor") -> None:
             if mixes(module) or "expert" in name:
                 raise ValueError(
                     f"--policy.compile-layers: layers of {hf.config.model_type} have {name} ({type(module).__name__}), "
-                    "and only attention and MLPs can be compiled; leave out this flag"
+                    "but only attention and MLPs can be compiled; leave out this flag"
                 )
     packed.leave_uncompiled()
     for layer in decoder_layers(hf):
