@@ -2,7 +2,7 @@
 
     python benchmarks/dpo.py [--quick] [--json FILE] [--only tiny-fp32-1 ...] [--data gsm8k/train.jsonl]
 
-Toy jobs train the 0.74M policy that ships here on 64 pairs: a prompt of 20 to 90 letters with two responses of 5 to 12.
+Toy jobs train the 0.74M policy of this project on 64 pairs: a prompt of 20 to 90 letters with two responses of 5 to 12.
 Real jobs train SmolLM2-135M on 8 pairs of GSM8K: a question with its answer and with the answer to another question, in
 its chat template. Each step uses all pairs of the job. The reference is the starting model, and both programs run it in
 every step. TRL pads the sequences of `batch` pairs to the longest; spmdrl has micro-batches of `length` tokens, in

@@ -2,7 +2,7 @@
 
     python benchmarks/vs_trl.py [--quick] [--json FILE] [--only real-fp32 ...] [--data gsm8k/train.jsonl]
 
-Toy jobs train the 0.74M policy that ships here on 8 prompts x 8 samples of exactly 32 tokens, in float32, with the HF
+Toy jobs train the 0.74M policy of this project on 8 prompts x 8 samples of exactly 32 tokens, in float32, with the HF
 engine on both sides. Real jobs train SmolLM2-135M on 4 prompts of GSM8K x 8 samples of exactly 64 tokens, in float32 on
 one rank and in bfloat16 on two. There spmdrl uses its default engine (vLLM), or the HF engine in the jobs that end in
 `-hf`, which separate the gains of vLLM and of spmdrl. TRL samples with transformers' generate, its default, because its

@@ -120,7 +120,7 @@ class Guard:
 class LossScale:
     """The factor on one model's loss in a float16 backward: a power of 2, the same on every rank.
 
-    In float16, gradients below 6e-8 become 0, and gradients above 65,504 become inf. So the loss is multiplied by a
+    In float16, gradients below 3e-8 become 0, and gradients above 65,519 become inf. So the loss is multiplied by a
     scale before its backward, and the gradient is divided by the scale in float32 (https://arxiv.org/abs/1710.03740).
     As in torch's GradScaler, the scale is halved when the gradient is not finite, and doubled after INTERVAL finite
     steps in a row.

@@ -35,7 +35,7 @@ between -scale / sqrt(width of embeddings) and scale / sqrt(width of embeddings)
 def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
     """Return uniform noise for the embeddings [1, n, D] of a slice, as in NEFTune (https://arxiv.org/abs/2310.05914).
 
-    A token's noise depends on its seed only, so it is the same in every layout.
+    A token's noise depends only on the token's seed and scale, so it is the same in every layout.
     """
     seed_T, scale_T = (part.mine(x) for x in noise)
     width = torch.arange(like.shape[-1], device=like.device)

@@ -54,9 +54,9 @@ class HostAdamW(torch.optim.AdamW):
     """AdamW (https://arxiv.org/abs/1711.05101) whose float32 weights and moments are in host memory.
 
     Parameters are this rank's shards of the model, on the device and in any type. A step reads the gradients
-    (`decoupled_grad`) of one parameter after the other, and updates the parameter. It needs 12 bytes of host memory for
-    each element, and buffers for two shards. `state` has "master_param" and the three entries of torch's AdamW for each
-    parameter.
+    (`decoupled_grad`) of one parameter after the other, and updates the parameter. This optimizer needs 12 bytes of
+    host memory for each element, and buffers for two shards. `state` has "master_param" and the three entries of
+    torch's AdamW for each parameter.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any):

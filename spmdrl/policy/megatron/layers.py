@@ -57,7 +57,7 @@ class Norm(nn.Module):
     def forward(self, x):
         """Normalize the last dimension of x, [..., D]."""
         if self.centered:
-            # Values are rounded after the multiplication by the weight, not before it, as in transformers.
+            # As in transformers, values are rounded after the multiplication by the weight, not before it.
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
