@@ -31,7 +31,7 @@ def judge(
     """
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a run that was killed may leave half a line
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # A run that was killed may leave half a line.
     if [row.get("step") for row in rows] != list(range(1, steps + 1)):
         # The figures of a run that was stopped are kept.
         return [f"metrics.jsonl has steps {[row.get('step') for row in rows]}, not 1 to {steps}"], figures_of(rows)

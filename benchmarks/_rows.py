@@ -86,7 +86,7 @@ def run_ours(job: Any, folder: Path, kind: Any, more: dict[str, Any]) -> None:
     flags = {
         "run.dir": folder / "run",
         "run.steps": job.warm + job.steps,
-        "run.device": "cpu",  # as TRL's side
+        "run.device": "cpu",  # TRL's side uses the CPU too.
         "model.path": job.model,
         "model.dtype": job.dtype,
         "optimizer.lr": job.lr,

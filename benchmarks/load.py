@@ -157,7 +157,7 @@ def rank_main(rank: int, ranks: int, store: str, folder: str, kind: str, out: st
 
     try:
         torch.set_num_threads(1)
-        keep_freed_memory()  # as in a run on CPUs
+        keep_freed_memory()  # A run on CPUs does this too.
         limit = timedelta(minutes=10)
         dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
         parallel = settings(folder, kind).parallel

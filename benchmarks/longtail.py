@@ -281,7 +281,7 @@ def waited(process: subprocess.Popen, seconds: float) -> str:
     except KeyboardInterrupt:
         early = "stopped by a signal"
     if process.poll() is None:
-        process.terminate()  # torchrun ends its ranks
+        process.terminate()  # When it is terminated, torchrun ends its ranks.
         try:
             process.wait(1)
         except subprocess.TimeoutExpired:

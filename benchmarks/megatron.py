@@ -93,7 +93,7 @@ def open_group(rank: int, ranks: int, folder: str) -> None:
     from spmdrl.session.environ import keep_freed_memory, prepare
 
     prepare()
-    keep_freed_memory()  # as in a run on CPUs
+    keep_freed_memory()  # A run on CPUs does this too.
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))

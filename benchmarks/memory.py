@@ -123,7 +123,7 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
             }
             for name in PHASES
         }
-        with memory.rollout_phase():  # what leaves the device after a step with moments
+        with memory.rollout_phase():  # This measures what leaves the device after a step with moments.
             rows[level]["offloaded"] = {"measured": memory.phases["idle trainer off"].measured}
         with memory.training_phase():
             pass

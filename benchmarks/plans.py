@@ -96,7 +96,7 @@ def resident(pid: int) -> int:
             pages = int(Path(f"/proc/{one}/statm").read_text().split()[1])
             waiting += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
         except (OSError, IndexError):
-            continue  # it has ended
+            continue  # The process has ended.
         total += pages * os.sysconf("SC_PAGE_SIZE")
     return total
 

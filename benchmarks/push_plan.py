@@ -88,7 +88,7 @@ def fsdp(model: Checkpoint, ranks: int):
     for rows, tensors in model.parameters:
         for rank in range(ranks):
             a, b = shard_rows(rows, ranks, rank)
-            if len(tensors) > 1:  # one or several complete experts
+            if len(tensors) > 1:  # The rank has one or several complete experts.
                 each = len(tensors) // rows
                 held[rank] += [to_row(i, model.entries[i].shape) for i in tensors[a * each : b * each]]
             elif a < b:
@@ -102,7 +102,7 @@ def shared(name: str, shape: tuple[int, ...], parts: int, part: int, config) -> 
     dim = 0 if kind in ROWS else 1 if kind in COLUMNS else None
     if dim is None:
         return None, (0, 0)
-    if kind in ("k_proj", "v_proj") and config.num_key_value_heads < parts:  # several ranks have the same head
+    if kind in ("k_proj", "v_proj") and config.num_key_value_heads < parts:  # Several ranks have the same head.
         parts, part = config.num_key_value_heads, part * config.num_key_value_heads // parts
     if shape[dim] % parts:
         return None, (0, 0)
@@ -184,7 +184,7 @@ def traffic(model: Checkpoint, held, routes, buckets: int, rank: int) -> dict:
             out["regions_out"] += len(places) * len(regions)
             out["digests"] += 1
             different |= {(mine[n][0], box) for n, box in regions}
-        out["region_digests"] += len(different)  # a region counts once for all receivers
+        out["region_digests"] += len(different)  # A region counts once for all receivers.
         for regions in bucket.receive.values():
             nbytes = message_bytes((torch.bfloat16, box) for _, box in regions)
             out["messages_in"] += 1

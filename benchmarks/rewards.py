@@ -83,7 +83,7 @@ def main() -> None:
     count, rounds = (2 * STEP, 1) if args.quick else (8 * STEP, 3)
     gsm8k, few = answers(count, "openai/gsm8k"), answers(8 + 128, "numina_cn_k12", symbolic=True)
     rows: list[dict[str, Any]] = []
-    about |= {"load_before": os.getloadavg()[0]}  # load by other programs, which lowers the rates
+    about |= {"load_before": os.getloadavg()[0]}  # Load by other programs lowers the rates.
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.py"
         file.write_text(USER_FILE)
@@ -97,7 +97,7 @@ def main() -> None:
             settings = RewardConfig(function=function, workers=max(1, workers), timeout=60.0)
             grader = load_reward(settings, SandboxConfig())
             try:
-                rate(grader, items[: 8 if items is few else STEP])  # loads the rewards of the rows
+                rate(grader, items[: 8 if items is few else STEP])  # The first call loads the rewards of the rows.
                 timed = items[8:] if items is few else items
                 best = max(rate(grader, timed) for _ in range(1 if items is few else rounds))
             finally:

@@ -168,7 +168,7 @@ def one_rank(rank: int, ranks: int, steps: int, folder: str) -> None:
         train(run)
     Path(folder, f"{ranks}_{rank}.json").write_text(json.dumps(traffic_of_steps))
     dist.barrier()
-    os._exit(0)  # skip destructors of process groups, which would wait for ranks that may have exited
+    os._exit(0)  # Skip destructors of process groups: they would wait for ranks that may have exited.
 
 
 def measured(ranks: int, steps: int = STEPS) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def tensors_of(name: str) -> dict[str, tuple[int, ...]]:
 
 
 class Shards:
-    """Stand-in for a policy, which has rows of every tensor as under FSDP."""
+    """Stand-in for a policy on one rank; as under FSDP, it has rows of every tensor."""
 
     def __init__(self, shapes: dict, rank: int, ranks: int):
         from spmdrl.weights.reshard import Piece
@@ -75,7 +75,7 @@ class Shards:
 
 
 class Tensors:
-    """Stand-in for an engine, which has one rank's part of every tensor."""
+    """Stand-in for the engine on one rank; it has the rank's part of every tensor."""
 
     def __init__(self, shapes: dict, rank: int, tp: int, dtype: torch.dtype):
         self.dtype, self.version, self.parts = dtype, None, {}
@@ -125,7 +125,7 @@ def world_of(rank: int, ranks: int, tp: int, folder: str):
     from spmdrl.session.environ import keep_freed_memory
     from spmdrl.spmd.mesh import world_from_group
 
-    keep_freed_memory()  # as in a run on CPUs
+    keep_freed_memory()  # A run on CPUs does this too.
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -183,7 +183,7 @@ def colocated(rank: int, device: str, model: str, dtype: str, bucket_mib: int, t
     cfg.model.path, cfg.model.dtype = f"{folder}/model", dtype
     world = start(cfg.parallel, 1, device, 300.0)
     if world.device.type == "cpu":
-        keep_freed_memory()  # as in a run on CPUs
+        keep_freed_memory()  # A run on CPUs does this too.
     random_model(Path(cfg.model.path), model, world.device)
     row = push_and_park(cfg, world, bucket_mib, times)
     Path(f"{folder}/{rank}.json").write_text(json.dumps(row))

@@ -119,7 +119,7 @@ def trl(job: Job, folder: Path) -> None:
         disable_tqdm=True,
         generation_kwargs={"min_new_tokens": job.tokens},
     )
-    # Pass the model's path, so that TRL loads float32 weights, with autocast for jobs in bfloat16.
+    # Pass the model's path, so that TRL loads float32 weights. Jobs in bfloat16 use autocast.
     trainer = GRPOTrainer(
         model=(folder / "model").read_text(),
         reward_funcs=reward,
@@ -147,7 +147,7 @@ def ours(job: Job, folder: Path) -> None:
     flags = {
         "run.dir": folder / "run",
         "run.steps": job.warm + job.steps,
-        "run.device": "cpu",  # as TRL's side
+        "run.device": "cpu",  # TRL's side uses the CPU too.
         "model.path": job.model,
         "model.dtype": job.dtype,
         "optimizer.lr": job.lr,

@@ -127,7 +127,7 @@ class Decoder:
             try:
                 apart = max(self._apart(row, logp) for row, logp in zip(rows, plain, strict=True))
                 reasons.append(f"logp changes by {apart:.1g} on average")
-            except Exception as error:  # the model's own code may raise any exception
+            except Exception as error:  # The model's own code may raise any exception.
                 if of_the_machine(error):
                     raise
                 apart = float("inf")

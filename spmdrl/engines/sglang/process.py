@@ -134,7 +134,7 @@ class Process:
                 else:
                     return line
                 line = self.lines.get_nowait()
-            self.lines.put(None)  # the next call must find the end of the output too
+            self.lines.put(None)  # The next call must find the end of the output too.
             raise self.death()
         return None
 

@@ -183,7 +183,7 @@ class VLLMEngine:
         dtype = DTYPES[self.dtype]
         try:
             needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
-        except Exception as error:  # the family's own code may raise any exception
+        except Exception as error:  # The family's own code may raise any exception.
             if out_of_memory(error):
                 raise
             raise cannot_load("vllm", self.model, error) from error

@@ -73,7 +73,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
     set_environment(world.device)
     if cfg.rollout.deterministic or (cfg.run.deterministic and not on_cpu):
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    local_world = os.environ.get("LOCAL_WORLD_SIZE")  # vLLM changes it
+    local_world = os.environ.get("LOCAL_WORLD_SIZE")  # vLLM changes this variable.
     shared = []
     if on_cpu and cfg.rollout.tp > 1:
         shared = name_shared_memory(broadcast_text(secrets.token_hex(8), world.rollout_group))
