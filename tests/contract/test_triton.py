@@ -50,7 +50,7 @@ def test_kernel_compiled_code_fits_every_gpu(triton, tmp_path):
     done = run(folder, str(BENCH / "compiled.py"), "--quick", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     told = json.loads((tmp_path / "out.json").read_text())
-    assert told["versions"]["triton"] == version
+    assert told["about"]["versions"]["triton"] == version
     for target, kernel in ((t, k) for t in ("sm_80", "sm_90", "sm_100", "gfx942") for k in ("stats", "gradient")):
         rows = [row for row in told["rows"] if row["kernel"] == kernel and target in row]
         at = told["arguments"][kernel].index("columns")
