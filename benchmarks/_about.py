@@ -1,7 +1,8 @@
-"""Facts about a measurement, which stand in the JSON of every benchmark: device, machine, versions, date and clocks.
+"""Facts about a measurement, which every benchmark writes to its JSON: device, machine, versions, date and clocks.
 
-A benchmark calls `measured_on` before it measures, and `save` with the returned facts afterwards. A file named after a
-GPU, or the variable `SPMDRL_BENCHMARK_DEVICE`, claims a device: on another one the benchmark ends at once.
+A benchmark calls `measured_on` before it measures, and `save` with the returned facts afterwards. The name of the file
+for results (such as `mfu_gpu.json`), or the variable `SPMDRL_BENCHMARK_DEVICE`, may claim a type of device: on another
+one the benchmark ends at once.
 """
 
 import json
@@ -27,7 +28,7 @@ PACKAGES = (
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 """Readings of nvidia-smi: MHz, watts, degrees Celsius."""
 SECONDS = 20.0
-"""Least time between two readings while a benchmark runs."""
+"""Minimum seconds between two readings while a benchmark runs."""
 
 
 def output_of(*command: str, seconds: float = 20) -> str:
@@ -52,7 +53,7 @@ _read: tuple[float, list[dict[str, str]]] = (float("-inf"), [])
 
 
 def recent_clocks() -> list[dict[str, str]]:
-    """Return the result of `clocks`, at most SECONDS old: a reading takes so long that the GPU would idle meanwhile."""
+    """Return the result of `clocks`, at most SECONDS old, because the GPU may idle for as long as a reading takes."""
     global _read
     if time.monotonic() - _read[0] > SECONDS:
         _read = time.monotonic(), clocks()
@@ -133,7 +134,7 @@ def measured_on(device: str, file: Path | str | None = None) -> dict[str, Any]:
 
 
 def save(file: Path | str | None, about: dict[str, Any], **results: Any) -> None:
-    """Write results with the facts of `measured_on` as JSON, in one step; no file, no writing.
+    """Write results with the facts of `measured_on` as JSON, in one step; without a file, write nothing.
 
     A benchmark calls it after each part of its work, so that one that is stopped leaves what it has.
     """

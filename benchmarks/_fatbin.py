@@ -61,7 +61,7 @@ def fat_binaries(library: bytes, offset: int, size: int) -> Iterator[tuple[int, 
     at, end = offset, offset + size
     while at < end:
         if library[at : at + 4] != MAGIC:
-            at += 8  # padding between fat binaries
+            at += 8  # There is padding between fat binaries.
             continue
         header, nbytes = struct.unpack_from("<HQ", library, at + 6)
         start, stop = at + header, at + header + nbytes

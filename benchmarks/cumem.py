@@ -5,8 +5,8 @@
 It needs a GPU and, of vLLM, its Python files and `cumem_allocator` alone, so it also measures sleep where other
 libraries of vLLM do not work. The policy is a random model of Qwen2.5-0.5B's shapes under FSDP with AdamW; the weights
 are bfloat16 tensors of the same shapes, and the pool has 4 GiB (quick: 1). A cycle is that of a step at sleep level 2:
-weights and pool sleep, the trainer steps, the weights wake and are copied from the policy, the pool wakes. Then one
-sleep at level 1 must return the weights to the bit. Memory is the amount that the driver reports as used.
+weights and pool sleep, the trainer steps, the weights wake and are copied from the policy, the pool wakes. After these
+cycles, a sleep at level 1 must return every bit of the weights. Memory is the amount that the driver reports as used.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from benchmarks._models import random_published  # noqa: E402
 
 CYCLES = 4
 BACK = 0.95
-"""Least share of the sleeping bytes that the driver gets back."""
+"""Minimum share of the sleeping bytes that the driver must get back."""
 GROWTH_GIB = 0.1
-"""Largest growth of the memory after a wake, from the second cycle to the last."""
+"""Maximum growth of the memory after a wake, from the second cycle to the last."""
 GIB = 1 << 30
 
 
@@ -112,7 +112,7 @@ def targets(rows: list[dict]) -> list[tuple[str, float, float, bool]]:
     """Return (name, value, goal, reached)."""
     deep, back = [row for row in rows if row["level"] == 2], []
     for before, row in zip([rows[0], *rows], rows, strict=False):
-        # The first step of the optimizer makes its state while the rest sleeps.
+        # The first step of the optimizer creates its state while weights and pool sleep.
         awake = row["asleep"] if row is before else before["awake"]
         back += [] if row is before else [(awake - row["asleep"]) / row["bytes"]]
     grown = (deep[-1]["awake"] - deep[1]["awake"]) / GIB

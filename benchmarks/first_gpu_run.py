@@ -254,7 +254,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="the small form of every stage, on the CPU")
     args = parser.parse_args(argv)
     if args.limit is not None and not GRACE < args.limit < math.inf:
-        parser.error(f"--limit {args.limit:g}: seconds above {GRACE:g}, which a stage is given to end in")
+        parser.error(f"--limit {args.limit:g}: give more than {GRACE:g} seconds, in which a stopped stage ends")
     try:
         chosen(args.only, args.short)
     except ValueError as error:

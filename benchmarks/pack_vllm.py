@@ -6,9 +6,9 @@
 
 Packing downloads vLLM's CUDA wheel and the wheels that a machine with torch, transformers and the usual packages lacks
 (WHEELS), about 300 MB, or takes them from `--wheels`. It keeps vLLM's Python files and four libraries. These keep
-machine code for one architecture only (`_fatbin.py`), which leaves out the kernels for 4-bit weights; flash-attention 2
-is left out, because an H100 runs version 3. The same wheels give the same bytes. The folder has a manifest with the
-checksum of every packed and every unpacked file.
+machine code for one architecture only (`_fatbin.py`), so kernels without such code, as those for 4-bit weights, do not
+run. Flash-attention 2 is left out, because an H100 runs version 3. The same wheels give the same bytes. The folder has
+a manifest with the checksum of every packed and every unpacked file.
 
 `--original` takes libraries unchanged and `--only` packs some parts alone, for a machine on which a changed library
 does not load. What does not fit into one transfer goes into further folders (.vllm-2); unpack each into the same
@@ -246,7 +246,7 @@ def _part(path: Path, row: dict, target: Path) -> list[str]:
 
 
 def _joined(name: str, data: bytes, folder: Path) -> tuple[str, bytes | None]:
-    """Return a part's name and its bytes; None if pieces of it are missing in `folder`, to which this one is added."""
+    """Return a part's name and bytes. A piece of a part is put into `folder`; None for the bytes until all are there."""
     found = re.fullmatch(r"(.+)\.\d+-of-(\d+)", name)
     if not found:
         return name, data
@@ -291,7 +291,7 @@ def check() -> list[str]:
     for name in engine_modules():
         try:
             importlib.import_module(name)
-        except Exception as error:  # a library may fail in any way
+        except Exception as error:  # A library may fail in any way.
             wrong.append(f"{name}: {type(error).__name__}: {error}")
     if not wrong:
         from vllm import LLM

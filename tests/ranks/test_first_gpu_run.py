@@ -183,10 +183,10 @@ def test_dry_run_and_names(capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--limit -1", "--limit -1: seconds above 5, which a stage is given to end in"),
-        ("--limit 5", "--limit 5: seconds above 5"),
-        ("--limit nan --dry-run", "--limit nan: seconds above 5"),
-        ("--limit inf", "--limit inf: seconds above 5"),
+        ("--limit -1", "--limit -1: give more than 5 seconds, in which a stopped stage ends"),
+        ("--limit 5", "--limit 5: give more than 5 seconds"),
+        ("--limit nan --dry-run", "--limit nan: give more than 5 seconds"),
+        ("--limit inf", "--limit inf: give more than 5 seconds"),
         ("--results /proc/x", "--results /proc/x: nothing can be written there: "),
         ("--results README.md", "--results README.md: nothing can be written there: File exists"),
         ("--only nothing", "the stages are devices, vllm_loads, kernel_tests"),

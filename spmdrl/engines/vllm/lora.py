@@ -44,10 +44,9 @@ def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
 
 
 def rename_mapper(mapper: Any) -> Any:
-    """Return the part of vLLM's mapper of weights that renames layers without fusing them. The method is newer than
-    0.25.
+    """Return the part of vLLM's mapper of weights that renames layers without fusing them.
 
-    mapper: None for a model whose layers have the names of its checkpoint.
+    Its method has another name in vLLM 0.25. mapper: None for a model whose layers have the names of its checkpoint.
     """
     if mapper is None:
         return None
@@ -55,9 +54,9 @@ def rename_mapper(mapper: Any) -> Any:
 
 
 def refill(model: Any) -> None:
-    """Write the tables of vLLM's LoRA layers again, which are not buffers, so that a sleep at level 2 drops them.
+    """Write two tables of vLLM's LoRA layers again. They are not buffers, so a sleep at level 2 drops them.
 
-    The first maps the logits of TP ranks to the vocabulary; the second marks adapters that are active, which none is.
+    The first table maps the logits of TP ranks to the vocabulary. The second one marks the active adapters: none.
     """
     for module in model.modules():
         places = getattr(module, "sharded_to_full_mapping_gpu", None)

@@ -30,7 +30,7 @@ def set_environment(device: torch.device) -> None:
         "DO_NOT_TRACK": "1",
     }
     if not os.environ.keys() & {"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH"}:
-        # Without handlers of its own, vLLM's warnings go to the log file of the rank, and not to the console.
+        # vLLM then installs no handlers, so its warnings go to the log file of the rank, and not to the console.
         values["VLLM_CONFIGURE_LOGGING"] = "0"
     if device.type == "cpu":
         # Cores are not pinned, because every rank of a node would get the same ones. Compiling vLLM's small sampling

@@ -52,7 +52,7 @@ class Packing:
     """The division of one packed row [T] into sequences, made for each forward and used by every layer."""
 
     lengths: list[int]
-    """Number of tokens of each node; the row concatenates the nodes. A complete sequence is a node without a parent."""
+    """Number of tokens of each node; the row concatenates the nodes. Without sharing, each sequence is one node."""
     parents: list[int]
     """Index of the parent of each node of a tree (`data/tree.py`); -1 for roots, which come first."""
     device: torch.device

@@ -126,10 +126,10 @@ class DistillObjective(TokenObjective):
         in_use = torch.unique(share_BK > 0, dim=0).tolist()
 
         def groups(rows_n: torch.Tensor) -> list[tuple[list[bool], Any]]:
-            """Return which teachers have a weight above 0 in a group of rows, and the indices of these rows."""
+            """Return groups of rows: which teachers have a weight above 0 in the group, and the indices of its rows."""
             if len(in_use) == 1:
                 return [(in_use[0], slice(None))]
-            # Groups of several kinds make the host wait for the device.
+            # Finding groups of several kinds makes the host wait for the device.
             kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
             # An empty batch still needs a loss with a gradient (of zeros), because other ranks may wait for its
             # backward.
