@@ -246,7 +246,7 @@ def _part(path: Path, row: dict, target: Path) -> list[str]:
 
 
 def _joined(name: str, data: bytes, folder: Path) -> tuple[str, bytes | None]:
-    """Return a part's name and bytes. A piece of a part is put into `folder`; None for the bytes until all are there."""
+    """Return a part's name and bytes. A piece of one is put into `folder`; without all pieces the bytes are None."""
     found = re.fullmatch(r"(.+)\.\d+-of-(\d+)", name)
     if not found:
         return name, data
