@@ -183,7 +183,7 @@ class Stage:
             if known := [f"{name} {form.why[name]}" for name in missing if name in form.why]:
                 return "; ".join(known)
             where = " for this device" if "vllm" in missing else ""
-            return f"{', '.join(missing)} is not installed{where}"
+            return f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not installed{where}"
         if form.small:
             return ""
         if form.gpus < self.gpus:
