@@ -110,10 +110,10 @@ def refuse(why: str) -> NoReturn:
     raise SystemExit(f"nothing was measured: {why}")
 
 
-def measured_on(device: str, file: Path | str | None = None) -> dict[str, Any]:
+def measured_on(device: str, file: Path | str | None = None, readings: bool = True) -> dict[str, Any]:
     """Return facts about a measurement that begins. device: `cpu` or `cuda`, the type of device that computes.
 
-    file: where the results go.
+    file: where the results go. readings: whether nvidia-smi, which may take seconds, reads driver and clocks.
 
     Raises:
         SystemExit: the name of the file or the environment claims another device.
@@ -128,8 +128,9 @@ def measured_on(device: str, file: Path | str | None = None) -> dict[str, Any]:
 
         properties = torch.cuda.get_device_properties(0)
         facts |= {"device": properties.name, "device_gib": round(properties.total_memory / 2**30, 1)}
-        facts |= {"driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[:40]}
-        facts["clocks_before"] = clocks()
+        if readings:
+            facts |= {"driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[:40]}
+            facts["clocks_before"] = clocks()
     return facts
 
 
@@ -143,7 +144,7 @@ def save(file: Path | str | None, about: dict[str, Any], **results: Any) -> None
         return
     place = Path(file)
     place.parent.mkdir(parents=True, exist_ok=True)
-    after = {"clocks_last": recent_clocks()} if about["device"] != "cpu" else {}
+    after = {"clocks_last": recent_clocks()} if "clocks_before" in about else {}
     part = place.with_name(place.name + ".part")
     part.write_text(json.dumps({"about": about | after} | results, indent=1) + "\n")
     os.replace(part, place)

@@ -166,7 +166,7 @@ class Stage:
     """The test that runs this script or these flags on a CPU in CI; empty for tests/ranks/test_first_gpu_run.py."""
     short: Short | None = None
     loads: str = ""
-    """Name of the module that later stages lack if this stage fails."""
+    """Name of the module that later stages lack if a program of this stage fails before its limit."""
     spare: bool = False
     """True for a stage that only gets time that the stages before it left (`Short`)."""
 
@@ -228,7 +228,7 @@ def kernel_benchmarks() -> list[Stage]:
     short = {
         # D = 896, the width of small models, where the products are short beside the rest.
         "linear": Short(
-            65,
+            60,
             (
                 Command(
                     "kernels/bench/linear.py --quick --json {json}",
@@ -258,11 +258,11 @@ STAGES: list[Stage] = [
     Stage(
         "vllm_loads",
         "vLLM's Python and its compiled libraries load",
-        20,
+        35,
         (Command("-m benchmarks._vllm_loads {json}"),),
         modules=("vllm",),
         loads="vllm",
-        short=Short(20),
+        short=Short(35),
     ),
     Stage(
         "kernel_tests",
@@ -421,7 +421,7 @@ STAGES: list[Stage] = [
         flags=" --engine {engine}",
         short=Short(95),
     ),
-    benchmark("mfu", "benchmarks/mfu.py", "tests/ranks/test_benchmarks.py::test_mfu_runs", short=Short(105)),
+    benchmark("mfu", "benchmarks/mfu.py", "tests/ranks/test_benchmarks.py::test_mfu_runs", short=Short(95)),
     *kernel_benchmarks(),
     benchmark("transfer", "benchmarks/transfer.py", f"{SCRIPTS}_transfer_runs", short=Short(28)),
     benchmark("shared_prompt", "benchmarks/shared_prompt.py", f"{SCRIPTS}_shared_prompt_runs", short=Short(22)),

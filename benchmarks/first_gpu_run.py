@@ -16,6 +16,7 @@ This program only needs the standard library; programs that import torch run in 
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -54,7 +55,11 @@ GRACE = 5.0
 LEAST = 10.0
 """A stage is not started if fewer seconds than this are left."""
 MARK = "SPMDRL_STAGE"
-"""Environment variable that marks all processes of a stage, since torchrun starts its ranks in separate sessions."""
+"""Environment variable that marks all processes of a stage, since torchrun starts its ranks in separate sessions. Its
+value begins with `identity` of the program that started them."""
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl that sets the signal for the end of the parent."""
 SETUP = "SPMDRL_SETUP_SECONDS"
 """Environment variable with the seconds that `gpu.sh` took before it started this program."""
 NO_VLLM = "SPMDRL_NO_VLLM"
@@ -93,6 +98,34 @@ def family(root: int, mark: str) -> list[int]:
     return sorted(found & set(parents))
 
 
+def identity(pid: int | str) -> str:
+    """Return what tells a running process from all others, later ones with its number too; else an empty text."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        if fields[0] != "Z":
+            return f"{os.readlink('/proc/self/ns/pid')}-{pid}-{fields[19]}"
+    return ""
+
+
+def orphans() -> list[int]:
+    """Return the processes of stages whose program, which `kill -9` may have ended, does not run any more."""
+    found, space = [], os.readlink("/proc/self/ns/pid")
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            mark = next((v.partition("=")[2] for v in variables if v.startswith(f"{MARK}={space}-")), "")
+            if mark and mark != os.environ.get(MARK) and identity(mark.split("-")[1]) != mark.rpartition("-")[0]:
+                found.append(int(entry.name))
+    return found
+
+
+def end_with_parent() -> None:
+    """Make the kernel kill this process when the program that started it ends."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -114,7 +147,8 @@ def watched(process: subprocess.Popen, log: Path, most: int, seconds: float) -> 
 
 def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]) -> str:
     """Run a program and kill it with all of its processes at the limit; return why it failed, or an empty text."""
-    mark = secrets.token_hex(8)
+    mark = f"{identity(os.getpid())}-{secrets.token_hex(8)}"
+    given = max(1.0, seconds - GRACE)
     deadline = time.monotonic() + seconds
     with open(log, "a") as file:
         file.write(f"$ {shlex.join(words)}\n")
@@ -127,11 +161,12 @@ def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         try:
-            wrong = watched(process, log, file.tell() + LOG, max(1.0, seconds - GRACE))
+            wrong = watched(process, log, file.tell() + LOG, given)
             if wrong.startswith("stopped"):
-                wrong = wrong if wrong != "stopped" else f"stopped after {seconds:.0f} s"
+                wrong = wrong if wrong != "stopped" else f"stopped after {given:.0f} s"
                 # SIGINT lets Python programs, including torchrun's agent, exit in order.
                 end([process.pid], signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -193,7 +228,7 @@ def run_stage(stage: Stage, form: Form, limit: float, gib: float = 1e9) -> Resul
     lines = taken_from(form.log, start)
     result.targets = [line for line in lines if line.startswith(("target ", "figure "))]
     result.take(form.file(stage.name, "json"))
-    result.clocks = [] if form.small else clocks()
+    result.clocks = [] if form.small or stage.loads else clocks()
     result.seconds = time.monotonic() - began
     if wrong:
         result.status, result.reason, result.tail = "failed", "; ".join(wrong), lines[-TAIL:]
@@ -321,7 +356,8 @@ def run_all(stages: list[Stage], form: Form, facts: dict, base: Path, args: argp
         else:
             results[i] = run_stage(stage, form, limit, gib)
         result = results[i]
-        if stage.loads and result.status == "failed":
+        # One that is stopped at its limit may only be slow, and the stages that need the module will tell.
+        if stage.loads and result.status == "failed" and ": exit code " in result.reason:
             last = next((line for line in reversed(result.tail) if line.strip()), "")
             why = f"does not load: {result.reason}; {last}"
             form = replace(form, modules=tuple(m for m in form.modules if m != stage.loads), why={stage.loads: why})
@@ -344,6 +380,7 @@ def main(argv: list[str] | None = None) -> int:
     prepare_environment(args.small)
     # `timeout` and machines that are taken back send SIGTERM: the stage's processes are killed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    end(orphans(), signal.SIGKILL)
     work = Path(tempfile.mkdtemp(prefix="spmdrl_first_run_"))
     used = float(os.environ.get(SETUP, 0))
     began = time.monotonic() - used

@@ -20,7 +20,8 @@ if [[ -z ${PYTHON:-} ]]; then
     [[ -x .venv/bin/python ]] && PYTHON=$PWD/.venv/bin/python
 fi
 work=$(mktemp -d) || exit 2
-trap 'rm -rf "$work"' EXIT
+compiling=
+trap 'kill $compiling 2>/dev/null; wait; rm -rf "$work"' EXIT
 wheels=${WHEELS:-.whl} packed=${PACKED_VLLM:-.vllm} site=$work/site
 
 with_wheels() { # puts the wheels into $site
@@ -39,7 +40,16 @@ with_vllm() { # puts the packed vLLM into $site; a part of it that fails leaves 
             return
         }
     done
-    mkdir -p "$site" && cp -alf "$work/vllm/." "$site/"
+    mkdir -p "$site" && why=$(cp -alf "$work/vllm/." "$site/" 2>&1) || {
+        rm -rf "$site/vllm"
+        rmdir "$site" 2>/dev/null
+        export SPMDRL_NO_VLLM="could not be put into $site: $(tail -n 1 <<<"$why")"
+        echo "vLLM $SPMDRL_NO_VLLM"
+        return
+    }
+    # Importing its thousands of files takes half as long when they are compiled; meanwhile others look at the machine.
+    "$PYTHON" -m compileall -q -j 0 "$site" >/dev/null 2>&1 &
+    compiling=$!
 }
 
 on_top() { # an environment on top of $PYTHON's own with what is in $site; programs that stages start see it too

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _gpu_facts, first_gpu_run
+from benchmarks import _gpu_facts, _vllm_loads, first_gpu_run
 from benchmarks._gpu_judge import judge
 from benchmarks._gpu_stages import BEFORE, ROOT, STAGES, TOTAL, Command, Form, Stage, Training, chosen, example
 from tests.builds import no_sglang, no_vllm
@@ -270,7 +270,7 @@ def test_a_report_of_stages_that_fail_hang_and_cannot_run(tmp_path, monkeypatch,
         "works": "ok",
     }
     assert got["fails"]["reason"] == "fails: exit code 3" and got["fails"]["tail"][-1] == "why it | failed"
-    assert got["hangs"]["reason"] == "hangs: stopped after 7 s" and len(got["hangs"]["commands"]) == 1
+    assert got["hangs"]["reason"] == "hangs: stopped after 6 s" and len(got["hangs"]["commands"]) == 1
     assert got["many"]["reason"] == "needs 2 GPUs, the machine has 1"
     assert got["trains"]["reason"] == "run: metrics.jsonl has steps [], not 1 to 4"
     assert got["works"]["targets"] == ["target speed 2 1 ok"]
@@ -383,14 +383,62 @@ def test_a_program_that_is_killed_leaves_a_report_of_what_it_had(tmp_path, numbe
     assert json.loads((tmp_path / "second_gpu.json").read_text()) == [8], "results of the stage that was cut"
     if number == signal.SIGTERM:
         assert not alive(int(child))
-    else:
-        os.kill(int(child), signal.SIGKILL)
+    while alive(int(child)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(int(child)), "the kernel ends it with its parent"
+
+
+def test_processes_that_outlived_their_program_are_ended_and_no_others():
+    own = first_gpu_run.identity(os.getpid())
+    space, _, began = own.split("-")
+    marks = {"ours": f"{own}-1", "dead": f"{space}-{os.getpid()}-{int(began) - 1}-2", "elsewhere": "pid:[1]-1-1-3"}
+    sleepers = {
+        name: subprocess.Popen(["sleep", "60"], env=os.environ | {first_gpu_run.MARK: mark})
+        for name, mark in marks.items()
+    }
+    try:
+        found = first_gpu_run.orphans()
+        assert {name for name, process in sleepers.items() if process.pid in found} == {"dead"}
+    finally:
+        for process in sleepers.values():
+            process.kill()
+            process.wait()
+    assert not first_gpu_run.identity(sleepers["dead"].pid)
+
+
+def test_a_library_that_is_only_tried_leaves_a_warning(tmp_path, monkeypatch, capsys):
+    def load(name: str) -> None:
+        if name in broken:
+            raise ImportError("no such symbol")
+
+    monkeypatch.setattr(_vllm_loads, "available", lambda: "cuda")
+    monkeypatch.setattr(_vllm_loads, "measured_on", lambda *args, **named: {"device": "H200"})
+    names = ["vllm._C_stable_libtorch", "vllm.spinloop", "vllm.vllm_flash_attn._vllm_fa3_C"]
+    monkeypatch.setattr(_vllm_loads, "libraries", lambda: names)
+    monkeypatch.setattr(_vllm_loads.importlib, "import_module", load)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "loads.json")])
+    broken = ["vllm.spinloop"]
+    _vllm_loads.main()
+    assert "warning: vllm.spinloop does not load: ImportError: no such symbol" in capsys.readouterr().out
+    seconds = json.loads((tmp_path / "loads.json").read_text())["seconds"]
+    assert set(seconds) == {*_vllm_loads.PYTHON, *_vllm_loads.WORKER, *names} - {"vllm.spinloop"}
+    broken = [names[2]]
+    with pytest.raises(ImportError):
+        _vllm_loads.main()
+
+
+def test_a_library_whose_stage_is_stopped_is_not_called_missing(run_of):
+    slow = Stage("loads", "nothing", 3, (Command("-c 'import time; time.sleep(30)'"),), modules=("vllm",), loads="vllm")
+    needs = Stage("needs", "nothing", 30, (Command("-c pass"),), modules=("vllm",))
+    _, told = run_of([slow, needs], facts=MACHINE | {"modules": ["vllm"]}, grace=2.0)
+    assert [stage["status"] for stage in told["stages"]] == ["failed", "ok"]
+    assert told["stages"][0]["reason"] == "loads: stopped after 1 s"
 
 
 STUB = """#!/bin/bash
 case "$1 $2" in
 "benchmarks/pack_vllm.py --unpack")
-    [[ $3 == */first ]] && exit
+    [[ $3 == */first || $3 == */empty ]] && exit
     echo "one line"; echo "the library is corrupt"; exit 1 ;;
 "benchmarks/first_gpu_run.py "*) echo "without vLLM: $SPMDRL_NO_VLLM; after $SPMDRL_SETUP_SECONDS s; $*" ;;
 esac
@@ -401,18 +449,19 @@ def test_the_script_goes_on_without_a_vllm_that_cannot_be_unpacked(tmp_path):
     python = tmp_path / "python"
     python.write_text(STUB)
     python.chmod(0o755)
-    for name in ("packed", "first", "first-2"):
+    for name in ("packed", "first", "first-2", "empty"):
         (tmp_path / name).mkdir()
     given = {"PYTHON": str(python), "WHEELS": str(tmp_path / "none")}
     for folder, why in (
         ("packed", f"could not be unpacked from {tmp_path}/packed: the library is corrupt"),
         ("first", f"could not be unpacked from {tmp_path}/first-2: the library is corrupt"),
+        ("empty", "could not be put into TEMP/site: cp: cannot stat 'TEMP/vllm/.': No such file or directory"),
         ("absent", f"is not installed for this device, and there is no folder {tmp_path}/absent with a packed one"),
     ):
-        environment = os.environ | given | {"PACKED_VLLM": str(tmp_path / folder)}
+        environment = os.environ | given | {"PACKED_VLLM": str(tmp_path / folder), "TMPDIR": "/tmp", "LC_ALL": "C"}
         command = [str(ROOT / "benchmarks" / "gpu.sh"), "--short", "--results", "there"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        last = done.stdout.splitlines()[-1]
+        last = re.sub(r"/tmp/tmp\.\w+", "TEMP", done.stdout.splitlines()[-1])
         assert done.returncode == 0 and last.startswith(f"without vLLM: {why}; after "), done.stdout + done.stderr
         assert last.endswith(" s; benchmarks/first_gpu_run.py --short --results there")
 
