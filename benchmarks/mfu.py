@@ -7,8 +7,9 @@ The script uses one device: a GPU with a random Qwen2 of Qwen2.5-1.5B's shapes i
 policies as in a run: packed sequences, logp and entropy without logits. `plain` is the usual code with transformers and
 FSDP2: padded rows, logits, `F.cross_entropy`. On a GPU, the sides in `LADDER` (`_mfu_sides.py`) show the gain of each
 setting. All sides take turns on the same `--tokens` tokens in two forms: sequences of equal length, and sequences of
-different lengths, for which padding costs time. Their losses must agree before the timing. A side that does not fit
-into memory, or whose package is missing, is reported and left out.
+different lengths, for which padding costs time. A side that fails, that does not fit into memory, or whose loss is not
+that of the others has an `error` in its row and no figures. A side whose package is missing is reported and left out.
+Results are saved after each round.
 
 The flops of a step follow PaLM (https://arxiv.org/abs/2204.02311, appendix B, with the causal half of attention): 6 N T
 for the matrices, with N parameters without the input embedding and T real tokens, and 12 L H d sum(s^2) / 2 for
@@ -20,15 +21,11 @@ GPU works: the seconds of its kernels and copies in a separate traced step, divi
 """
 
 import argparse
-import gc
 import os
 import platform
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +37,9 @@ sys.path[:] = [str(ROOT), *others]
 
 import torch  # noqa: E402 (threads and paths first)
 
-from benchmarks._about import available, clocks, measured_on, save  # noqa: E402
-from benchmarks._mfu_sides import LADDER, Ours, Plain  # noqa: E402
-from benchmarks._trace import traced  # noqa: E402
+from benchmarks._about import available, measured_on, save  # noqa: E402
+from benchmarks._mfu_rounds import build, measure, seconds  # noqa: E402
+from benchmarks._mfu_sides import LADDER  # noqa: E402
 
 MODELS = {
     "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, heads=(12, 2), vocab_size=151936),
@@ -57,10 +54,6 @@ SIDES = ("fsdp", "megatron", "plain")
 """The sides on a CPU. A GPU runs those of LADDER too."""
 SMALL = 0.36
 """Minimum utilization (target) with the shapes of Qwen2.5-0.5B on a GPU."""
-PACKAGES = {"megatron": "megatron", "liger": "liger_kernel"}
-"""Side -> the module that it needs."""
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Maximum relative difference of losses."""
 
 
 def make_model(folder: Path, name: str, longest: int, device: torch.device) -> Any:
@@ -103,22 +96,6 @@ def sequences(config: Any, lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randint(3, config.vocab_size, (n,), generator=generator) for n in lengths]
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the work queued on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(action: Callable, device: torch.device) -> float:
-    """Return the seconds of an action, including its work on the device."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    synchronize(device)
-    began = clock()
-    action()
-    synchronize(device)
-    return clock() - began
-
-
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the flops per second of the fastest of several square matmuls."""
     size = 8192 if device.type == "cuda" else 1024
@@ -130,69 +107,11 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 * inner / best
 
 
-def build(name: str, args: tuple) -> Any:
-    """Build a side by its name; if that fails, print the reason and return None."""
-    if name in PACKAGES and find_spec(PACKAGES[name]) is None:
-        print(f"{name}: {PACKAGES[name]} is not installed")
-        return None
-    try:
-        return Plain(*args) if name == "plain" else Ours(name, *args)
-    except torch.OutOfMemoryError:
-        print(f"{name}: out of memory")
-    return None
-
-
 def groups(wanted: list[str]) -> list[list[str]]:
     """Return the sides in the groups that are measured one after the other."""
     # The compiler may take a minute, so all other sides are measured and saved before it starts.
     found = [[side for side in wanted if (side == "compiled") is last] for last in (False, True)]
     return [group for group in found if group]
-
-
-def measure(
-    sides: dict[str, Any], config: Any, lengths: list[int], times: int, device: torch.device, dtype: torch.dtype
-) -> list[dict]:
-    """Run all sides in turns; return a row with median seconds and peak memory for each side that fits.
-
-    The device's work is traced for sequences of equal length only.
-    """
-    tokens, steps, rows = sequences(config, lengths), {}, {}
-    for name, side in sides.items():
-        try:
-            step = side.prepare(tokens)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-            loss = step()
-            synchronize(device)
-        except torch.OutOfMemoryError:
-            print(f"{name}: out of memory; try --tokens-per-microbatch or --recompute")
-            gc.collect()
-            torch.cuda.empty_cache()
-            continue
-        steps[name] = step
-        taken = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
-        rows[name] = {"side": name, "loss": loss, "step_gib": taken / 2**30, "seconds_all": []}
-    check_losses(list(rows.values()), LIMITS[dtype])
-    for _ in range(times):
-        for name, step in steps.items():
-            rows[name]["seconds_all"].append(seconds(step, device))
-    for name, row in rows.items():
-        row["seconds"] = statistics.median(row["seconds_all"])
-        row["busy"] = None
-        if device.type == "cuda" and len(set(lengths)) == 1:
-            row |= traced(steps[name]) | {"clocks": clocks()}
-            row["busy"] = row["device_s"] / row["seconds"]
-        row["tokens_per_s"] = sum(lengths) / row["seconds"]
-        row["flops_per_s"] = flops(config, lengths) / row["seconds"]
-    return list(rows.values())
-
-
-def check_losses(rows: list[dict], limit: float) -> None:
-    """Raise RuntimeError if the losses of the rows differ by more than `limit`, relative to the largest."""
-    losses = [row["loss"] for row in rows]
-    if losses and max(losses) - min(losses) > limit * max(map(abs, losses)):
-        raise RuntimeError(f"the losses of the sides differ: { {row['side']: row['loss'] for row in rows} }")
 
 
 def arguments() -> argparse.Namespace:
@@ -211,12 +130,35 @@ def arguments() -> argparse.Namespace:
 
 def show(case: str, row: dict) -> None:
     """Print one line of the table."""
+    if "error" in row:
+        print(f"{case:7} {row['side']:9} {row['error']}")
+        return
     cells = [f"{row[k]:.2f}" if row[k] else "-" for k in ("mfu_maker", "ratio", "busy")]
     print(
         f"{case:7} {row['side']:9} {row['seconds']:9.3f} {row['tokens_per_s']:9.0f} "
         f"{row['flops_per_s'] / 1e12:8.3g} {row['mfu']:6.2f} {cells[0]:>10} {cells[1]:>8} "
         f"{cells[2]:>6} {row['step_gib']:6.1f}"
     )
+
+
+def complete(
+    found: list[dict], case: str, lengths: list[int], before: list[dict], config: Any, peaks: tuple[float, float | None]
+) -> None:
+    """Add the numbers that follow from the seconds of each row.
+
+    before: rows of earlier sides. peaks: flops per second of the fastest matmul, and of the vendor if they are known.
+    """
+    timed = [row for row in found if "seconds" in row]
+    alike = [row for row in before if row["kind"] == case and "seconds" in row] + timed
+    base = next((row["seconds"] for row in alike if row["side"] == "plain"), None)
+    for row in found:
+        row |= {"kind": case, "tokens": sum(lengths)}
+    for row in timed:
+        row["flops_per_s"] = flops(config, lengths) / row["seconds"]
+        row["tokens_per_s"] = sum(lengths) / row["seconds"]
+        row["mfu"] = row["flops_per_s"] / peaks[0]
+        row["mfu_maker"] = row["flops_per_s"] / peaks[1] if peaks[1] else None
+        row["ratio"] = base / row["seconds"] if base else None
 
 
 def main() -> None:
@@ -247,7 +189,12 @@ def main() -> None:
     maker = next((value for part, value in MAKERS.items() if part in label), None) if on_gpu else None
     about |= {"model": name, "dtype": kind, "matmul_flops": peak, "maker_flops": maker}
     about |= {"budget": budget, "longest": longest, "recompute": args.recompute}
-    rows = []
+    rows: list[dict] = []
+
+    def keep(case: str, lengths: list[int], found: list[dict]) -> None:
+        complete(found, case, lengths, rows, config, (peak, maker))
+        save(args.json, about, rows=rows + found)
+
     with tempfile.TemporaryDirectory() as scratch:
         config = make_model(Path(scratch), name, longest, device)
         print(f"{name} of {label}, {kind}; matmul {peak / 1e12:.3g} TFLOPS, maker's figure ", end="")
@@ -255,22 +202,16 @@ def main() -> None:
         head = ("kind", "side", "step s", "tokens/s", "TFLOPS", "MFU", "of maker's", "to plain", "busy", "GiB")
         print("{:7} {:9} {:>9} {:>9} {:>8} {:>6} {:>10} {:>8} {:>6} {:>6}".format(*head))
         for group in groups(args.only or [*SIDES, *(LADDER if on_gpu else ())]):
-            built = {side: build(side, (scratch, kind, world, budget, args.recompute)) for side in group}
-            sides = {side: x for side, x in built.items() if x is not None}
+            sides = {side: build(side, (scratch, kind, world, budget, args.recompute)) for side in group}
             for case, lengths in lengths_of(total, longest).items():
-                found = measure(sides, config, lengths, 3 if args.quick else 7, device, dtype)
-                alike = [row for row in rows if row["kind"] == case] + found
-                check_losses(alike, LIMITS[dtype])
-                base = next((row["seconds"] for row in alike if row["side"] == "plain"), None)
+                tokens = sequences(config, lengths)
+                losses = [row["loss"] for row in rows if row["kind"] == case and "error" not in row]
+                found = measure(sides, tokens, 3 if args.quick else 7, device, losses, partial(keep, case, lengths))
+                rows.extend(found)
                 for row in found:
-                    row |= {"kind": case, "tokens": sum(lengths), "mfu": row["flops_per_s"] / peak}
-                    row["mfu_maker"] = row["flops_per_s"] / maker if maker else None
-                    row["ratio"] = base / row["seconds"] if base else None
-                    rows.append(row)
                     show(case, row)
-                save(args.json, about, rows=rows)
     print()
-    for row in rows:
+    for row in [row for row in rows if "error" not in row]:
         goals: dict[str, tuple[float, float]]
         goals = {f"mfu_{row['side']}_over_plain_{row['kind']}": (row["ratio"], 1)} if row["ratio"] else {}
         if on_gpu and name == "0.5B" and row["kind"] == "even":

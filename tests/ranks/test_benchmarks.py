@@ -1,11 +1,13 @@
 """Benchmarks that compare with a formula: the formula itself, and that the scripts run."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,3 +111,41 @@ def test_share_of_time_in_which_a_device_works():
     expected = {"product": 50e-6, "attention": 10e-6, "other": 15e-6, "copy": 50e-6}
     assert found["kinds"] == pytest.approx(expected)
     assert covered([]) == 0
+
+
+def test_mfu_keeps_the_figures_of_the_others_if_a_side_fails():
+    from benchmarks._mfu_rounds import measure
+    from benchmarks.mfu import complete
+
+    def side(loss, fails_at=99):
+        calls = []
+
+        def step():
+            calls.append(0)
+            if len(calls) >= fails_at:
+                raise RuntimeError("no kernel image")
+            return loss
+
+        return SimpleNamespace(prepare=lambda tokens: step)
+
+    saved, cpu, config = [], torch.device("cpu"), SimpleNamespace(hidden_size=8, num_attention_heads=2, vocab_size=9)
+    config.num_key_value_heads, config.intermediate_size, config.num_hidden_layers = 2, 8, 1
+
+    def keep(found):
+        complete(found, "even", [2], [], config, (1e12, None))
+        saved.append([{**row} for row in found])
+
+    sides = {
+        "a": side(1.0),
+        "b": side(1.0, 1),
+        "c": side(1.0, 3),
+        "d": side(1.1),
+        "e": side(math.nan),
+        "f": "no",
+        "g": None,
+    }
+    rows = measure(sides, [torch.tensor([1, 2])], 2, cpu, [1.0], keep)
+    errors = {row["side"]: row.get("error", "") for row in rows}
+    assert errors.pop("a") == "" and set(errors) == {*"bcdef"} and all(errors.values())
+    assert "no kernel image" in errors["c"] and "its loss is 1.1" in errors["d"] and errors["f"] == "no"
+    assert len(saved) == 3 and rows[0]["mfu"] > 0 and "mfu" not in rows[2] and "seconds" in saved[1][2]
