@@ -13,9 +13,9 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 import torch  # noqa: E402 (threads first)
 
 from benchmarks._about import available, measured_on, save  # noqa: E402
-from benchmarks._models import random_published  # noqa: E402
+from benchmarks._models import published  # noqa: E402
 from spmdrl.hub.build import DTYPES, build_model  # noqa: E402
 from spmdrl.hub.resolve import resolve  # noqa: E402
 from spmdrl.policy.attention import packed as attention  # noqa: E402
@@ -37,17 +37,20 @@ GOALS = {"4:1": 2.0, "1:1": 1.4, "1:4": 1.1}
 GROUPS = (8, 16)
 
 
-def random_model(folder: Path, device: str) -> Path:
-    """Write the random model of a type of device and return its folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def random_model(device: str, dtype: str) -> Any:
+    """Return the random model of a type of device, made on it in its dtype, because files of it would take seconds."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     if device == "cuda":
-        return random_published(folder, "Qwen2.5-7B", device, num_hidden_layers=6, tie_word_embeddings=True)
+        config = published("Qwen2.5-7B", num_hidden_layers=6, tie_word_embeddings=True)
+    else:
+        sizes: dict = dict(vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=10)
+        config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     torch.manual_seed(0)
-    sizes: dict = dict(vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=10)
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[dtype], attn_implementation=attention.register()
+        ).eval()
 
 
 def one_pass(model: PackedLM, tokens, lengths, mask, sync) -> float:
@@ -103,9 +106,10 @@ def main() -> None:
     device, about = torch.device(kind), measured_on(kind, args.json) | {"dtype": dtype, "model": args.model or "random"}
     if kind == "cpu":
         torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = resolve(args.model) if args.model else random_model(Path(scratch), kind)
-        hf = build_model(folder, DTYPES[dtype], False, attention.register()).to(device)
+    if args.model:
+        hf = build_model(resolve(args.model), DTYPES[dtype], False, attention.register()).to(device)
+    else:
+        hf = random_model(kind, dtype)
     longer, repeats = (LONGER, 3) if kind == "cuda" else (1, 1 if args.quick else 3)
     rows = []
     print(f"on {about['device']}, {dtype}")

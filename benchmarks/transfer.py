@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,22 @@ def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: 
     dist.destroy_process_group()
 
 
-def colocated(rank: int, device: str, model: str, dtype: str, bucket_mib: int, times: int, folder: str) -> None:
+def keep(json_file: Path | None, about: dict, rows: list[dict], case: str, row: dict) -> None:
+    """Write the rows so far and one without its parking, in a process that may be stopped while it parks."""
+    kept = {name: value for name, value in about.items() if name != "clocks_before"}  # Readings would take seconds.
+    save(json_file, kept, rows=[*rows, row | {"case": case, "ratio": row["seconds"] / row["copy"]}])
+
+
+def colocated(
+    rank: int,
+    device: str,
+    model: str,
+    dtype: str,
+    bucket_mib: int,
+    times: int,
+    early: Callable[[dict], None],
+    folder: str,
+) -> None:
     """Measure a row of the first table and one of the second: a real policy and a real engine on one rank."""
     from spmdrl.config.schema import Config
     from spmdrl.session.environ import keep_freed_memory
@@ -185,13 +201,16 @@ def colocated(rank: int, device: str, model: str, dtype: str, bucket_mib: int, t
     if world.device.type == "cpu":
         keep_freed_memory()  # A run on CPUs does this too.
     random_model(Path(cfg.model.path), model, world.device)
-    row = push_and_park(cfg, world, bucket_mib, times)
+    row = push_and_park(cfg, world, bucket_mib, times, early)
     Path(f"{folder}/{rank}.json").write_text(json.dumps(row))
     dist.destroy_process_group()
 
 
-def push_and_park(cfg: Any, world: Any, bucket_mib: int, times: int) -> dict:
-    """Return the numbers of `colocated`. world: of one rank; its device computes."""
+def push_and_park(cfg: Any, world: Any, bucket_mib: int, times: int, early: Callable[[dict], None]) -> dict:
+    """Return the numbers of `colocated`. world: of one rank; its device computes.
+
+    early: called with the numbers of the push before anything is parked.
+    """
     from spmdrl.engines.hf.engine import HFEngine
     from spmdrl.hub.build import DTYPES
     from spmdrl.policy.fsdp.policy import FsdpPolicy
@@ -212,6 +231,7 @@ def push_and_park(cfg: Any, world: Any, bucket_mib: int, times: int) -> dict:
     copy()
     seconds, plain = best(lambda: transfer.push(1), times, device), best(copy, times, device)
     row = dict(needed=report.bytes, seconds=seconds, copy=plain, deep=report.deep, device=str(device))
+    early(row)
     return row | {"parking": parking(policy.shards, device, times)}
 
 
@@ -270,17 +290,19 @@ def random_model(folder: Path, name: str, device: torch.device = CPU) -> None:
     model.bfloat16().save_pretrained(folder)
 
 
-def pushes(device: str, quick: bool, bucket: int, times: int) -> list[dict]:
-    """Print the first two tables and return their rows."""
+def pushes(device: str, quick: bool, bucket: int, times: int, json_file: Path | None, about: dict) -> list[dict]:
+    """Print the first two tables, write their rows one by one, and return them."""
     models = ("135M", "1B") if device == "cuda" and not quick else ("1B",) if device == "cuda" else ("135M",)
     kinds = ("bfloat16",) if device == "cuda" and quick else ("bfloat16", "float32")
     rows, forked = [], "spawn" if device == "cuda" else "fork"
     print(f"{'colocated on ' + device:24} {'MiB':>7} {'push s':>8} {'copy s':>8} {'ratio':>6}")
     for model in models:
         for dtype in kinds:
-            (row,) = ranks_of(colocated, 1, device, model, dtype, bucket, times, start_method=forked)
+            early = partial(keep, json_file, about, list(rows), f"{model} {dtype}")
+            (row,) = ranks_of(colocated, 1, device, model, dtype, bucket, times, early, start_method=forked)
             row |= {"case": f"{model} {dtype}", "ratio": row["seconds"] / row["copy"]}
             rows.append(row)
+            save(json_file, about, rows=rows)
             mib = row["needed"] / 2**20
             print(
                 f"{row['case']:24} {mib:7.0f} {row['seconds']:8.4f} {row['copy']:8.4f} {row['ratio']:6.2f}", flush=True
@@ -337,8 +359,7 @@ def main() -> None:
     bucket, times = args.bucket_mib or Config().rollout.push_bucket_mib, 3 if args.quick else 7
     about = measured_on(device, args.json) | {"bucket_mib": bucket}
     torch.set_num_threads(1)
-    rows = pushes(device, args.quick, bucket, times)
-    save(args.json, about, rows=rows)
+    rows = pushes(device, args.quick, bucket, times, args.json, about)
     targets = [(f"push-{row['case'].replace(' ', '-')}-over-copy", row["ratio"], 2.0) for row in rows]
     if device == "cpu":
         moved = resharding(args.quick, bucket, times)

@@ -167,7 +167,7 @@ def test_benchmarks_that_claim_a_gpu_and_run_on_a_cpu_end_at_once(tmp_path):
 def test_benchmark_results_are_written_with_their_device(file):
     """A script that takes `--json` hands the file to the functions that name and check the device, and to no other."""
     tree = ast.parse((ROOT / file).read_text())
-    taken = {"measured_on", "save", "write", "facts_of"}
+    taken = {"measured_on", "save", "write", "facts_of", "pushes"}
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "json"]
     uses = [node for node in uses if isinstance(node.value, ast.Name) and node.value.id in ("args", "own")]
@@ -355,6 +355,16 @@ def test_benchmark_transfer_runs(tmp_path):
     assert row["received"] == 0 and row["needed"] > 0 and row["deep"]
 
 
+def test_benchmark_transfer_keeps_a_push_before_it_parks(tmp_path):
+    from benchmarks import transfer as bench
+
+    about = {"device": "H200", "clocks_before": []}
+    bench.keep(tmp_path / "out.json", about, [{"case": "first"}], "second", {"seconds": 3.0, "copy": 1.5})
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["about"] == {"device": "H200"}
+    assert told["rows"] == [{"case": "first"}, {"case": "second", "seconds": 3.0, "copy": 1.5, "ratio": 2.0}]
+
+
 def on_fake_gpu(world, folder: str) -> dict:
     """Returns what the parts of transfer.py and shared_prompt.py for GPUs measure on a GPU that is a label."""
     from datetime import timedelta
@@ -370,10 +380,11 @@ def on_fake_gpu(world, folder: str) -> dict:
         world = world_from_group(ParallelConfig(), 1, CUDA, 0, timedelta(seconds=60))
         cfg = Config()
         cfg.model.path, cfg.model.dtype = "tiny", "bfloat16"
-        push = transfer.push_and_park(cfg, world, 1, 2)
+        early = []
+        push = transfer.push_and_park(cfg, world, 1, 2, early.append)
+        assert early == [{name: value for name, value in push.items() if name != "parking"}]
         waits = gpu.calls.count("synchronize")
-        built = shared_prompt.random_model(Path(folder), "cpu"), "float32", False, shared_prompt.attention.register()
-        shared = shared_prompt.measure(shared_prompt.build_model(*built).to(CUDA), 2, 8, 4, 1, CUDA)
+        shared = shared_prompt.measure(shared_prompt.random_model("cpu", "float32").to(CUDA), 2, 8, 4, 1, CUDA)
         return {"push": push, "shared": shared, "waits": [waits, gpu.calls.count("synchronize") - waits]}
 
 
@@ -443,15 +454,11 @@ def test_benchmark_vocabulary_runs():
 
 
 def shared_prompt():
-    import tempfile
-
     import torch
 
     from benchmarks import shared_prompt as bench
 
-    with tempfile.TemporaryDirectory() as folder:
-        hf = bench.build_model(bench.random_model(Path(folder), "cpu"), "float32", False, bench.attention.register())
-    return bench.measure(hf, 2, 8, 4, 1, torch.device("cpu"))
+    return bench.measure(bench.random_model("cpu", "float32"), 2, 8, 4, 1, torch.device("cpu"))
 
 
 def test_benchmark_shared_prompt_runs():
