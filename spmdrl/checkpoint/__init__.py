@@ -2,8 +2,9 @@
 
 checkpoints/step_<N>/model/         weights as HF safetensors in `--model.dtype`, config, tokenizer; transformers and
                                     vLLM load it
-checkpoints/step_<N>/state/         run.json, config.yaml, ranks/, optimizer (torch.distributed.checkpoint: moments, and
-                                    the float32 weights of a run in bfloat16)
+checkpoints/step_<N>/state/         run.json, config.yaml, ranks/, optimizer (torch.distributed.checkpoint: moments
+                                    and, if `--model.dtype` has 16 bits and no adapters train, float32 weights)
+checkpoints/step_<N>/adapter/       the LoRA adapter, if one trains
 checkpoints/step_<N>/<name>/        model/ and state/ of a critic or another model that trains
 checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, layout, versions; every checkpoint has one
 checkpoints/latest                  link to the newest checkpoint

@@ -197,9 +197,10 @@ def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
 
 
 def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
-    """Return the entries of a run's file that only repeat the run's preset; none if the method is unchanged.
+    """Return the entries of a config.yaml that a run wrote which have the values of the run's preset or the defaults.
 
-    These entries must not override the new method. found: the file's entries. every: those of all files and flags.
+    If preset, loss and advantage are unchanged, the result is empty. These entries must not override the new method.
+    found: the file's entries. every: those of all files and flags.
     """
     theirs, chosen = ([_last(given, name) for name in METHOD] for given in (found, every))
     if "algo.preset" not in leaves(schema) or theirs == chosen or not all(theirs) or theirs[0] not in PRESETS:

@@ -81,7 +81,7 @@ def _less_memory(phase: str) -> str:
 
 
 def resume() -> str:
-    """Return the text that names the step from which the same command resumes."""
+    """Return a sentence with the step from which the same command resumes, or that there is no checkpoint yet."""
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved > 0:
         return f"The same command resumes from step {saved}"

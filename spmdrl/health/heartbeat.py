@@ -126,7 +126,10 @@ class Heartbeat(threading.Thread):
         return self.failures > 0
 
     def _beat(self, where: str, since: float) -> None:
-        """Publish this rank's position, and read keys of others. If the store does not answer, try again later."""
+        """Publish this rank's position; read which ranks share this machine, and a request to leave.
+
+        If the store does not answer, try again later.
+        """
         try:
             self._publish(where, since)
             self._read_others()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 _QUIET = ("/torch/", "/spmdrl/spmd/", "/site-packages/", "/spmdrl/tracking/metrics.py", "<frozen")
-"""Parts of the paths of files whose lines do not show where the program is."""
+"""Parts of the paths of libraries and common helpers, whose frames say little about where the program is."""
 _STANDARD = sysconfig.get_path("stdlib").replace("\\", "/") + "/"
 _OWN = ("spmdrl/health/status.py", "spmdrl/health/flight_record.py")
 _DEBUGGERS = ("pdb.py", "bdb.py")

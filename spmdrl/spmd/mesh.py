@@ -74,9 +74,9 @@ def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.
     processes that are gone, counters). Ranks have no common restart number: an agent counts only the restarts that its
     own node requested.
 
-    Rank 0 draws the prefix and answers each rank's request, under a key that only this rank reads, until all ranks have
-    the prefix. It also answers requests of processes that are gone, which is harmless: torchrun starts processes only
-    after all earlier ones have ended. Raises RuntimeError if a rank has not joined within `wait`.
+    Rank 0 draws the prefix, and answers each request under a key that only the requesting rank reads, until all ranks
+    have the prefix. It also answers requests of processes that are gone, which is harmless: torchrun starts processes
+    only after all earlier ones have ended. Raises RuntimeError if a rank has not joined within `wait`.
     """
     joining, me = dist.PrefixStore("joining", store), secrets.token_hex(8)
     if rank:

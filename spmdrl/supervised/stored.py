@@ -1,4 +1,4 @@
-"""Writes files of numbers for the tokens of given rows, such as a model's log p, and reads them during training.
+"""Writes values of the trained tokens of given rows to files, such as log-probabilities, and reads them in training.
 
 A folder has safetensors files, and a manifest that lists the files and is written last. A file has the tokens of its
 sequences one after another, and a mask that is True at the tokens with numbers. A sequence is looked up by its tokens,

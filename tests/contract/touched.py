@@ -133,7 +133,7 @@ ROOTS = {
 }
 """File of ours -> names of foreign objects there, whose attributes are all in the tables."""
 
-TORCHS = "parameters named_parameters state fill lengths runs"
+TORCHS = "parameters named_parameters state fill lengths order runs"
 """Attributes of those objects that belong to torch, numpy or our own code."""
 
 CALLS = {
