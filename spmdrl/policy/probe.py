@@ -20,6 +20,7 @@ from spmdrl.health.causes import of_the_machine
 from spmdrl.policy.attention.packed import own_attention, with_attention
 from spmdrl.policy.forward_plan import ForwardPlan
 from spmdrl.policy.heads import Form
+from spmdrl.policy.liger import without_liger
 from spmdrl.spmd.exchange import all_reduce
 
 log = logging.getLogger("spmdrl")
@@ -131,6 +132,8 @@ class _Embedded:
 def plain(policy: Any) -> tuple[Sequences, Found]:
     """Run each sequence alone through plain transformers, and compare our head with the HF model's. Collective.
 
+    If the model has Liger's layers, their results must be those of transformers' layers, and stand for them.
+
     Returns the results of plain transformers, and what was found about the head. If the model's code raises an error,
     `Found.reason` describes it.
     """
@@ -140,18 +143,20 @@ def plain(policy: Any) -> tuple[Sequences, Found]:
         # Plain transformers run with eager attention, because the other implementations lack features of some families,
         # such as soft-capped scores.
         with with_attention(hf, "eager"):
-            *most, last = expected.tokens
+            with without_liger(hf) as replaced:
+                exact = _alone(policy, expected.tokens)
+            expected.states, expected.gradient = _alone(policy, expected.tokens) if replaced else exact
             with torch.no_grad():
-                expected.states += [policy.model.plain(ids)[0] for ids in most]
-            with _Embedded(hf) as embedded:
-                states = policy.model.plain(last)[0]
-                expected.gradient = embedded.gradient(_read(states))
-            expected.states.append(states.detach())
-            with torch.no_grad():
-                off = policy.model.off(last)
+                off = policy.model.off(expected.tokens[-1])
         if dtype.itemsize == 2:
             with with_attention(hf, own_attention(hf)), torch.no_grad():
-                expected.noise = difference(policy.model.plain(last)[0], expected.states[-1], dtype)
+                expected.noise = difference(policy.model.plain(expected.tokens[-1])[0], expected.states[-1], dtype)
+        if not all(bool(x.isfinite().all()) for x in exact[0]):
+            return expected, Found(float("inf"), NOT_FINITE)
+        if replaced:
+            _compare_liger(expected, exact, dtype, found)
+            if not found.right:
+                return expected, found
         if not all(bool(x.isfinite().all()) for x in (*expected.states, off)):
             return expected, Found(float("inf"), NOT_FINITE)
         heads = float(off.median() if dtype.itemsize == 2 else off.max())
@@ -163,6 +168,28 @@ def plain(policy: Any) -> tuple[Sequences, Found]:
     finally:
         policy.reshard()
     return expected, found
+
+
+def _alone(policy: Any, tokens: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the states of each sequence from a forward of it alone, and the gradient of `Sequences`."""
+    *most, last = tokens
+    with torch.no_grad():
+        states = [policy.model.plain(ids)[0] for ids in most]
+    with _Embedded(policy.model.hf) as embedded:
+        states.append(policy.model.plain(last)[0])
+        gradient = embedded.gradient(_read(states[-1]))
+    return [x.detach() for x in states], gradient
+
+
+def _compare_liger(
+    liger: Sequences, exact: tuple[list[torch.Tensor], torch.Tensor], dtype: torch.dtype, found: Found
+) -> None:
+    """Compare the results of sequences alone with Liger's layers to those with transformers' layers (`exact`)."""
+    assert liger.gradient is not None
+    name = "Liger's layers (--policy.liger off leaves them out)"
+    states, gradient = (torch.cat(liger.states), torch.cat(exact[0])), (liger.gradient, exact[1])
+    found.add(f"{name} change states by", difference(*states, dtype), FORWARD[dtype])
+    found.add(f"{name} change a gradient by", difference(*gradient, dtype), BACKWARD[dtype])
 
 
 def _failed(error: Exception) -> Found:

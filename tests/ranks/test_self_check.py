@@ -1,5 +1,11 @@
 """The self-check finds the form in which a model is right; one sequence a forward is the same step as packs of them."""
 
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import transformers
@@ -298,3 +304,59 @@ def test_an_error_of_the_device_ends_the_check_as_it_is(folders):
     """It is no finding about the family: other ranks, which do not meet it, would wait for this one in a collective."""
     name, message = run_ranks(failing_alone, 1, folders["llama"])[0]
     assert name == "AcceleratorError" and "illegal memory access" in message
+
+
+def stand_in_of_liger(wrong: str):
+    """Returns a stand-in of Liger for Qwen2, which patches what Liger does. wrong: the part that computes nonsense."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    norm, mlp, rotate = modeling_qwen2.Qwen2RMSNorm, modeling_qwen2.Qwen2MLP, modeling_qwen2.apply_rotary_pos_emb
+
+    class LigerNorm(norm):
+        def forward(self, x):
+            return norm.forward(self, x) * (1.5 if wrong == "norm" else 1)
+
+    def swiglu(self, x):
+        return mlp.forward(self, x) * (math.nan if wrong == "mlp" else 1)
+
+    def rope(q, k, cos, sin, unsqueeze_dim=1):
+        return rotate(q, k, cos, -sin if wrong == "rope" else sin, unsqueeze_dim)
+
+    def apply(model, **losses):
+        modeling_qwen2.apply_rotary_pos_emb, modeling_qwen2.Qwen2RMSNorm = rope, LigerNorm
+        for module in model.modules():
+            if isinstance(module, norm):
+                module.__dict__["forward"] = LigerNorm.forward.__get__(module)
+            if isinstance(module, mlp):
+                module.__dict__["forward"] = swiglu.__get__(module)
+
+    return SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen2": None}, _apply_liger_kernel_to_instance=apply)
+
+
+def with_liger(world, path: str, wrong: str) -> list[str]:
+    """Settles two models with a stand-in of Liger's layers; returns a line or the message of a refusal for each."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    from spmdrl.policy import liger
+    from spmdrl.policy.fsdp import policy
+
+    rope = patch.object(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb)
+    use, said = policy.use_liger, []
+    transformed = SimpleNamespace(monkey_patch=stand_in_of_liger(wrong))
+    modules: dict[str, Any] = {"liger_kernel": SimpleNamespace(), "liger_kernel.transformers": transformed}
+    gpu = torch.device("cuda")
+    on = patch.object(policy, "use_liger", lambda hf, *given: use(hf, "on", gpu, given[-1]))
+    with patch.dict(sys.modules, modules), on, rope, patch.dict(liger._ORIGINALS):
+        for dtype in ("float32", "bfloat16"):
+            try:
+                said.append(checked(world, path, dtype)[1])
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("wrong", ["", "norm", "mlp", "rope"])
+def test_wrong_layers_of_liger_are_refused(folders, wrong):
+    for line in run_ranks(with_liger, 1, folders["policy"], wrong)[0]:
+        assert ("packed, tree: states differ" in line) == (not wrong), line
+        assert ("Liger's layers (--policy.liger off leaves them out) change" in line) == bool(wrong), line

@@ -1,4 +1,5 @@
-"""`--policy.liger`: where its kernels are taken, and where they are refused; numbers are tested in tests/gpu."""
+"""`--policy.liger`: where its kernels are taken, and where they are refused; numbers are tested in tests/gpu
+and, with a stand-in, in tests/ranks/test_self_check.py."""
 
 import importlib.util
 import sys
@@ -17,7 +18,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def model(kind: str):
-    return SimpleNamespace(config=SimpleNamespace(model_type=kind))
+    return SimpleNamespace(config=SimpleNamespace(model_type=kind), modules=list)
 
 
 @pytest.fixture

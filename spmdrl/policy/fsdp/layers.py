@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from spmdrl.hub.build import decoder_layers
 from spmdrl.policy.attention import packed
 from spmdrl.policy.attention.packing import again
+from spmdrl.policy.liger import remember
 from spmdrl.policy.mixers.layers import mixes
 
 log = logging.getLogger("spmdrl")
@@ -54,7 +55,8 @@ def use_liger(hf: Any, choice: str, device: torch.device, dtype: torch.dtype) ->
         fits = ", ".join(sorted(known))
         raise ValueError(f"--policy.liger on: Liger has no kernels for {kind}; it has some for {fits}")
     # Liger's losses are not used, because the head computes the run's loss chunk by chunk.
-    monkey_patch._apply_liger_kernel_to_instance(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
+    apply = partial(monkey_patch._apply_liger_kernel_to_instance, cross_entropy=False, fused_linear_cross_entropy=False)
+    remember(hf, partial(apply, model=hf))
     log.info("%s: Liger's kernels compute norms, activations and rotary embeddings", kind)
 
 
