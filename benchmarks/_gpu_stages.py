@@ -419,9 +419,10 @@ STAGES: list[Stage] = [
         "benchmarks/colocated.py",
         f"{SCRIPTS}_colocated_runs",
         flags=" --engine {engine}",
-        short=Short(95),
+        # Three steps are the fewest whose memory can grow from the second to the last.
+        short=Short(100, (Command("benchmarks/colocated.py --engine {engine} --steps 3 --json {json}", quick=True),)),
     ),
-    benchmark("mfu", "benchmarks/mfu.py", "tests/ranks/test_benchmarks.py::test_mfu_runs", short=Short(95)),
+    benchmark("mfu", "benchmarks/mfu.py", "tests/ranks/test_benchmarks.py::test_mfu_runs", short=Short(90)),
     *kernel_benchmarks(),
     benchmark("transfer", "benchmarks/transfer.py", f"{SCRIPTS}_transfer_runs", short=Short(28)),
     benchmark("shared_prompt", "benchmarks/shared_prompt.py", f"{SCRIPTS}_shared_prompt_runs", short=Short(22)),
@@ -432,7 +433,14 @@ STAGES: list[Stage] = [
         modules=("cumem",),
         short=Short(40, spare=True),
     ),
-    benchmark("memory", "benchmarks/memory.py", f"{SCRIPTS}_memory_runs", short=Short(40, spare=True)),
+    benchmark(
+        "memory",
+        "benchmarks/memory.py",
+        f"{SCRIPTS}_memory_runs",
+        flags=" --engines hf {engine}",
+        # vLLM would not start in the time that is left.
+        short=Short(40, (Command("benchmarks/memory.py --engines hf --json {json}", quick=True),), spare=True),
+    ),
     benchmark("longtail", "benchmarks/longtail.py", f"{SCRIPTS}_longtail_runs"),
 ]
 

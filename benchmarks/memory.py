@@ -192,7 +192,8 @@ def main() -> None:
     about = measured_on(kind, args.json)
     from spmdrl.config.engines import sglang_python
 
-    engines = args.engines or ["hf", *(["vllm"] if find_spec("vllm") else [])]
+    # A name that is given twice counts once.
+    engines = list(dict.fromkeys(args.engines or [])) or ["hf", *(["vllm"] if find_spec("vllm") else [])]
     if not args.engines and not args.quick and sglang_python():
         engines.append("sglang")
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(os.environ)

@@ -218,9 +218,21 @@ def unpack(folder: Path, target: Path) -> list[str]:
     """Unpack one folder into `target`; return what is missing or corrupt, one line each."""
     if not (folder / MANIFEST).exists():
         return [f"{folder / MANIFEST} is missing; pack it with: python benchmarks/pack_vllm.py --out {folder}"]
-    parts = json.loads((folder / MANIFEST).read_text())["parts"]
+    parts = _parts(folder / MANIFEST)
+    if not parts:
+        return [f"{folder / MANIFEST} is corrupt; carry it again"]
     with ThreadPoolExecutor(len(parts)) as pool:
         return sum(pool.map(lambda name: _part(folder / name, parts[name], target), parts), [])
+
+
+def _parts(manifest: Path) -> dict[str, dict]:
+    """Return the rows of a manifest by their file; none if it is not as `write` leaves it."""
+    try:
+        parts = json.loads(manifest.read_bytes())["parts"]
+        whole = all(isinstance(row["sha256"], str) and isinstance(row["files"], dict) for row in parts.values())
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}
+    return parts if whole else {}
 
 
 def _part(path: Path, row: dict, target: Path) -> list[str]:

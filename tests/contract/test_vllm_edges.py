@@ -97,6 +97,23 @@ def test_stale_quantized_layers_are_whole_again_after_a_push_that_failed():
     assert get_current_vllm_config_or_none() is None
 
 
+def test_error_of_a_load_is_reported_also_if_layers_cannot_be_finalized(monkeypatch):
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader import reload
+
+    def fails(*args) -> None:
+        raise RuntimeError("a layer is on the meta device")
+
+    monkeypatch.setattr(reload, "initialize_layerwise_reload", lambda model: None)
+    monkeypatch.setattr(reload, "finalize_layerwise_reload", fails)
+    runner = SimpleNamespace(model=None, vllm_config=VllmConfig(), model_config=None)
+    with pytest.raises(ConnectionError, match="the sender is gone") as caught, quantizing(runner, "fp8"):
+        raise ConnectionError("the sender is gone")
+    assert caught.value.__notes__ == ["vLLM could not finalize its layers either: a layer is on the meta device"]
+    with pytest.raises(RuntimeError, match="meta device"), quantizing(runner, "fp8"):
+        pass
+
+
 def test_wheel_reloads_in_our_order_and_inside_its_config(tree):
     inner = (
         "vllm.model_executor.model_loader.reload.inplace.reload_weights"

@@ -140,6 +140,16 @@ def test_what_does_not_fit_goes_into_further_folders_for_one_target(wheels, tmp_
             assert path.is_dir() or again.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", "\x80", '{"parts": {}}', '{"parts": {"a.xz": {"sha256": "0"}}}', '{"parts": {"a": 1}}'],
+)
+def test_a_corrupt_manifest_is_named(text, tmp_path):
+    (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
+    (said,) = pack_vllm.unpack(tmp_path, tmp_path / "site")
+    assert said == f"{tmp_path}/manifest.json is corrupt; carry it again"
+
+
 def test_a_corrupt_or_missing_part_is_named(wheels, tmp_path):
     (folder,) = pack_vllm.pack(tmp_path / "a", wheels, [], [], 1 << 20)
     data = bytearray((folder / "_vllm_fa3_C.xz").read_bytes())

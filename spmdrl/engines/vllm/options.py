@@ -80,8 +80,13 @@ def quantizing(runner: Any, kind: str) -> Iterator[None]:
         initialize_layerwise_reload(runner.model)
         try:
             yield
-        finally:
-            finalize_layerwise_reload(runner.model, runner.model_config)
+        except BaseException as failed:
+            try:
+                finalize_layerwise_reload(runner.model, runner.model_config)
+            except Exception as error:  # The error of the load is the one to report.
+                failed.add_note(f"vLLM could not finalize its layers either: {reason(error)}")
+            raise
+        finalize_layerwise_reload(runner.model, runner.model_config)
 
 
 def reason(error: Exception) -> str:
