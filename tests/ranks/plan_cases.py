@@ -144,13 +144,13 @@ def by_kind(sent: dict[tuple[str, str], int]) -> dict[str, int]:
     return {kind: n for kind, n in out.items() if n}
 
 
-def decoders(model: Any) -> list[Any]:
-    """Returns the layers of Megatron's chunks of a model; none under FSDP."""
+def inputs(model: Any) -> list[torch.Tensor]:
+    """Returns the inputs that Megatron's chunks of a model keep; none under FSDP."""
     if not hasattr(model, "chunks"):
         return []
     from spmdrl.policy.megatron.convert import unwrapped
 
-    return [unwrapped(chunk).decoder for chunk in model.chunks]
+    return [x for chunk in model.chunks if (x := unwrapped(chunk).decoder.input_tensor) is not None]
 
 
 class Watched:
@@ -188,9 +188,8 @@ class Watched:
 
     def begin(self) -> None:
         """A pass begins; FSDP's root, which may be gathered since an earlier one, is not."""
-        for decoder in decoders(self.model):
-            # A stage holds what it last got from the one before until the next micro-batch.
-            decoder.input_tensor = None
+        # An input that a pass leaves would hide, in a plan, that later passes hold an input too.
+        assert not inputs(self.model), "a pass left its last input"
         self.model.reshard()
         self.paper.lap()
         self.begun = self.paper.live, self.paper.traffic.copy()

@@ -135,7 +135,7 @@ class Pipeline:
             return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
 
         longest = max(pack.tokens.shape[1] for pack in packs)
-        return get_forward_backward_func()(
+        numbers = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(self.models) > 1 else iterators[0],
             model=self.models,
@@ -144,6 +144,10 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=to_loss is None,
         )
+        for model in self.models:
+            # A chunk would keep the input of its last micro-batch until the next pass.
+            unwrapped(model).set_input_tensor([None])
+        return numbers
 
     def _on_device(self, micro: Batch, run: Batch, pack: Pack) -> Pack:
         """Return a pack on the device, with the information that routers need in this pass."""
