@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from spmdrl_kernels import blocks, chunked_loss, linear_logprob
 
 CHUNK = 1024
+WAVES = {"chunk_tokens": 8192, "chunk_vocab": 8448}
+"""A block of 8192 tokens: 2,112 tiles of 128 x 256, 16 on each of an H100's multiprocessors."""
 
 
 @dataclass
@@ -129,10 +131,9 @@ def quack():
 
 def variants() -> list[Contender]:
     """Return our functions on a GPU with settings that were chosen without one, each for a comparison in one run."""
-    waves = {"chunk_vocab": 8448}  # at T = 8192: 2,112 tiles of 128 x 256, 16 on each of an H100's multiprocessors
     return [
         Contender("spmdrl (triton), one stream", "both", one_stream(ours("triton")), 4, 2e-2, True),
-        Contender("spmdrl (triton), 8448 columns", "both", ours("triton", **waves), 4, 2e-2, True),
+        Contender("spmdrl (triton), 8448 columns", "both", ours("triton", **WAVES), 4, 2e-2, True),
         Contender("spmdrl (triton), chunks, one stream", "loss", one_stream(ours_loss("triton")), 3, variant=True),
         Contender("spmdrl (triton), chunks of 1648", "loss", ours_loss("triton", chunk_tokens=1648), 3, variant=True),
     ]

@@ -77,7 +77,8 @@ def plan_blocks(
 ) -> Blocks:
     """Return blocks of these numbers of rows and columns; a number that is None depends on `like`'s device.
 
-    buffers: number of blocks in memory at the same time; together they fill the workspace.
+    buffers: number of blocks in memory at the same time; together they fill the workspace. So if only `columns` is
+    given, more columns or buffers mean fewer rows. Blocks of given rows and columns may exceed the workspace.
     """
     place = place_of(like.device)
     numbers = WORKSPACE_BYTES[place] // max(4, like.element_size()) // buffers

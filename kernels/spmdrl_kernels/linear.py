@@ -65,7 +65,8 @@ def linear_logprob(
         batch_invariant: whether a row's results and its gradient of hidden_TD are bitwise independent of the other rows
             in the call. If true, all blocks have the same number of rows; kernels/README.md lists the cost.
         chunk_tokens: rows of a block of logits; the size of a block affects only speed, memory and rounding.
-        chunk_vocab: columns of a block. By default the device decides the size.
+        chunk_vocab: columns of a block. By default the device decides the size. If only chunk_vocab is given, a block
+            has as many rows as fit into the workspace with these columns, of which a forward on a GPU uses half.
         backend: `triton`, `torch` or `liger` (`liger.py`). By default it is the value of the environment variable
             SPMDRL_KERNELS, or without that variable triton on a GPU (if it is installed) and torch on other devices.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.qwen2 import modeling_qwen2
 
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.hub.build import build_model
@@ -79,7 +80,17 @@ def test_shared_prompts_in_float32_build_no_mask(monkeypatch):
         torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["liger", "compiled"])
+@pytest.fixture
+def qwen2():
+    """Restores what Liger replaces in transformers for the whole process."""
+    before = dict(vars(modeling_qwen2))
+    yield
+    for name, value in before.items():
+        setattr(modeling_qwen2, name, value)
+
+
+@pytest.mark.parametrize("how", ["compiled", "liger"])
+@pytest.mark.usefixtures("qwen2")
 def test_changed_layers_are_the_same_model(how):
     if how == "liger":
         pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")

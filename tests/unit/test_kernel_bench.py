@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl_kernels import linear_logprob, token_logprob
+from spmdrl_kernels.blocks import TURNS, plan_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 BARE = partial(sum, range(10**4))
@@ -280,3 +281,10 @@ def test_kernel_bench_gpu_script_asks_for_plots():
     for name in ("kernels_linear", "kernels_given"):
         assert f"--json there/{name}_gpu.json" in lines[name] and f"--plot there/{name}_gpu.png" in lines[name]
     assert "--plot" not in lines["kernels_step_memory"]
+
+
+def test_kernel_bench_block_of_whole_waves_has_all_rows(bench):
+    like, sizes = torch.empty(0, dtype=torch.bfloat16, device="meta"), bench.contenders.WAVES
+    for buffers in (1, TURNS["gpu"]):
+        found = plan_blocks(8192, 151936, like, sizes["chunk_tokens"], sizes["chunk_vocab"], buffers)
+        assert found.rows // 128 * (found.columns // 256) == 16 * 132
