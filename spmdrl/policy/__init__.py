@@ -9,6 +9,7 @@ forward_plan.py plans a forward in host memory: tree, positions, the rows of the
 heads.py        computes logp and entropy, or a value, for every token of a pack
 self_check.py   finds the fastest correct way to run a model: packed, or one sequence per forward
 probe.py        measures how much a way to run a model differs from plain transformers
+liger.py        records what Liger's kernels replace in a model, for the comparison of both
 labels.py       describes the labels of a reward model that a file configures
 remote.py       a frozen model on separate ranks
 model_files.py  files next to the weights in a checkpoint: configuration, tokenizer
