@@ -109,7 +109,7 @@ class OnlinePreference(PolicyGradient):
         if self.alone:
             # The loss uses temperature 1, so logp at the sampling temperature must be computed separately.
             logp_T, _ = models.policy.logprobs(pairs, cfg.rollout.temperature)
-            add_mismatch(metrics, logp_T, *sampled_of(pairs, algo, models.policy.version))
+            add_mismatch(metrics, logp_T, *sampled_of(pairs, algo, models.policy.version), len(pairs))
         else:
             gap = shaped[:, 0] - shaped[:, 1]
             metrics.add("pairs/gap", gap.mean() if len(gap) else 0.0, len(gap))
@@ -159,10 +159,12 @@ class OwnPairs(PairObjective):
         assert self.algo is not None
         if self.policy.updates_done == self.start:
             columns = sampled_of(micro, self.algo, self.policy.version)
-            add_mismatch(out.stats, first_T.detach(), *(x_T.to(first_T.device) for x_T in columns))
+            add_mismatch(out.stats, first_T.detach(), *columns, len(micro))
         return out
 
 
-def sampled_of(batch: Batch, algo: Algorithm, version: int) -> tuple[torch.Tensor, ...]:
+def sampled_of(
+    batch: Batch, algo: Algorithm, version: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the columns that `add_mismatch` compares with the policy's logp. version: the policy's weight version."""
     return batch.token["rollout_logp"], batch.token["mask"], batch.seq_index, algo.fresh_mask(batch, version)
