@@ -219,7 +219,7 @@ def benchmark(name: str, file: str, tested: str, group: str = "", flags: str = "
 
 
 def kernel_benchmarks() -> list[Stage]:
-    """Return a stage for each script of kernels/bench that runs kernels; those with targets come first."""
+    """Return a stage for each script of benchmarks/kernels that runs kernels; those with targets come first."""
     tested = {
         "linear": "tests/unit/test_kernel_bench.py::test_kernel_bench_leaves_the_rounds_it_has_done",
         "given": "tests/unit/test_kernel_bench.py::test_kernel_bench_given_checks_in_place_gradients",
@@ -231,17 +231,19 @@ def kernel_benchmarks() -> list[Stage]:
             60,
             (
                 Command(
-                    "kernels/bench/linear.py --quick --json {json}",
-                    "kernels/bench/linear.py --shapes 64,32,2048 --seconds 0.1 --json {json}",
+                    "benchmarks/kernels/linear.py --quick --json {json}",
+                    "benchmarks/kernels/linear.py --shapes 64,32,2048 --seconds 0.1 --json {json}",
                 ),
             ),
         ),
-        "given": Short(30, (Command("kernels/bench/given.py --json {json}", quick=True),)),
+        "given": Short(30, (Command("benchmarks/kernels/given.py --json {json}", quick=True),)),
     }
     # The stage that compiles kernels does not run them.
-    files = sorted(f.stem for f in (ROOT / "kernels" / "bench").glob("[!_]*.py") if f.name != "compiled.py")
+    files = sorted(f.stem for f in (ROOT / "benchmarks" / "kernels").glob("[!_]*.py") if f.name != "compiled.py")
     return [
-        benchmark(f"kernels_{stem}", f"kernels/bench/{stem}.py", tested.get(stem, ""), "kernels", short=short.get(stem))
+        benchmark(
+            f"kernels_{stem}", f"benchmarks/kernels/{stem}.py", tested.get(stem, ""), "kernels", short=short.get(stem)
+        )
         for stem in sorted(files, key=lambda stem: (stem not in short, stem != "linear"))
     ]
 

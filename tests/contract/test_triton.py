@@ -1,7 +1,7 @@
 """The Triton kernels compile for GPUs that are not here, by the triton of the CUDA build that the lock pins, and fit.
 
-kernels/bench/compiled.py does the work, all of it without --quick, here two shapes in bf16. The triton (200 MB, and 700
-unpacked) is downloaded once into the user's cache folder. Without a package index the tests are skipped and say so.
+benchmarks/kernels/compiled.py does the work, all of it without --quick, here two shapes in bf16. The triton (200 MB, and
+700 unpacked) is downloaded once into the user's cache folder. Without a package index the tests are skipped and say so.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 from tests.contract.sources import ROOT, UnreachableError, locked, pinned_by, unpacked
 
 pytestmark = pytest.mark.timeout(900)
-BENCH = ROOT / "kernels" / "bench"
+BENCH = ROOT / "benchmarks" / "kernels"
 SPILLS = """
 import sys
 sys.argv[1:] = ["--quick", "--targets", "sm_90", "gfx942"]

@@ -1,4 +1,4 @@
-"""Every script of benchmarks/ and kernels/bench imports, answers --help, and does its work on a tiny workload.
+"""Every script of benchmarks/ and benchmarks/kernels imports, answers --help, and does its work on a tiny workload.
 
 All of it happens in forked processes that have torch and the project imported already, so that it costs seconds.
 """
@@ -25,7 +25,9 @@ from tests.ranks.harness import _context, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
-    str(file.relative_to(ROOT)) for folder in ("benchmarks", "kernels/bench") for file in (ROOT / folder).glob("*.py")
+    str(file.relative_to(ROOT))
+    for folder in ("benchmarks", "benchmarks/kernels")
+    for file in (ROOT / folder).glob("*.py")
 )
 OWN = ("spmdrl", "spmdrl_kernels", "benchmarks")
 """Packages whose names move with this project."""
@@ -156,7 +158,7 @@ def claims(files: list[str], folder: str) -> dict[str, list[str]]:
 def test_benchmarks_that_claim_a_gpu_and_run_on_a_cpu_end_at_once(tmp_path):
     """Every script whose --help has --json, so that no list of them grows old."""
     said = forked(claims, [file for file in SCRIPTS if not Path(file).name.startswith("_")], str(tmp_path), limit=120.0)
-    assert len(said) > 15 and "benchmarks/transfer.py" in said and "kernels/bench/linear.py" in said
+    assert len(said) > 15 and "benchmarks/transfer.py" in said and "benchmarks/kernels/linear.py" in said
     for file, (named, told) in said.items():
         assert named.startswith("nothing was measured: the file kernels_h100_quick.json is named after h100"), file
         assert told.startswith("nothing was measured: SPMDRL_BENCHMARK_DEVICE=cuda"), file
@@ -208,7 +210,7 @@ def test_benchmark_files_claim_a_device_by_their_names(name, kind, tmp_path, mon
         _about.measured_on("cuda", None)
 
 
-@pytest.mark.parametrize("folder", ["benchmarks/results", "kernels/bench/results"])
+@pytest.mark.parametrize("folder", ["benchmarks/results", "benchmarks/kernels/results"])
 def test_benchmark_results_that_are_recorded_under_a_gpu_name_one(folder, monkeypatch):
     from benchmarks import _about
 
@@ -415,7 +417,7 @@ def test_benchmark_memory_runs(tmp_path):
 
 
 def step_memory():
-    sys.path.insert(0, str(ROOT / "kernels" / "bench"))
+    sys.path.insert(0, str(ROOT / "benchmarks" / "kernels"))
     import step_memory as bench
 
     bench.VOCAB = 512

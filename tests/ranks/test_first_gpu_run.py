@@ -92,7 +92,7 @@ def test_other_stages_are_run_by_the_test_that_they_name(stage):
     elif stage.benchmark:
         script = part.full.split()[0]
         folder, stem = str(Path(script).parent), Path(script).stem
-        assert f"import {stem} as bench" in text or script in text or (folder == "kernels/bench" and stem in text)
+        assert f"import {stem} as bench" in text or script in text or (folder == "benchmarks/kernels" and stem in text)
     else:
         assert any(place in small for place in (file, "kernels/tests")) and (file in small or "kernels/tests" in text)
     for other in part.words(stage.name, example(Path("work"), Path("results")))[1:]:
@@ -112,7 +112,7 @@ def test_flags_of_short_forms_are_those_of_the_programs(stage, tmp_path):
                 config = from_command_line(words[words.index("spmdrl.train") + 1 :]).config
                 assert config.rollout.enforce_eager and config.rollout.sleep_level == 2
             elif words[1].endswith(".py"):
-                source = (ROOT / words[1]).read_text() + (ROOT / "kernels/bench/_measure.py").read_text()
+                source = (ROOT / words[1]).read_text() + (ROOT / "benchmarks/kernels/_measure.py").read_text()
                 assert all(f'"{word}"' in source for word in words if word.startswith("--")), words
 
 

@@ -1,4 +1,4 @@
-"""kernels/bench: cases that it refuses to time, results that it calls a miss, and files that it leaves when stopped."""
+"""benchmarks/kernels: cases that are not timed, results that are called a miss, and files that a stop leaves."""
 
 import importlib
 import json
@@ -22,8 +22,8 @@ BARE = partial(sum, range(10**4))
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Imports the modules of kernels/bench, which are scripts beside each other and no package."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "kernels" / "bench"), *sys.path])
+    """Imports the modules of benchmarks/kernels, which are scripts beside each other and no package."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks" / "kernels"), *sys.path])
     names = ("_measure", "_contenders", "_check", "linear", "given")
     yield SimpleNamespace(**{name.strip("_"): importlib.import_module(name) for name in names})
     for name in names:

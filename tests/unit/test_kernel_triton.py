@@ -44,7 +44,7 @@ def test_kernel_triton_in_the_interpreter(tmp_path):
 def test_kernel_triton_compiles_for_nvidia(tmp_path):
     """The installed triton compiles them, without limits; tests/contract/test_triton.py has limits."""
     path = tmp_path / "out.json"
-    run(tmp_path, "kernels/bench/compiled.py", "--quick", "--targets", "sm_90", "--json", str(path), codes=(0, 1))
+    run(tmp_path, "benchmarks/kernels/compiled.py", "--quick", "--targets", "sm_90", "--json", str(path), codes=(0, 1))
     rows = json.loads(path.read_text())["rows"]
     assert {row["kernel"] for row in rows} == {"stats", "results", "gradient"} and len(rows) > 40
     # An error stands in the place of the figures.

@@ -1,6 +1,6 @@
 """Times logp and entropy from hidden states, after a check: our functions and others, with peak memory.
 
-    python kernels/bench/linear.py [--quick] [--json FILE] [--plot FILE] [--shapes T,D,V ...] [--seconds S]
+    python benchmarks/kernels/linear.py [--quick] [--json FILE] [--plot FILE] [--shapes T,D,V ...] [--seconds S]
 
 On a GPU it runs in bfloat16 with T in {1k, 8k, 32k}, D in {2048, 4096, 8192}, V in {32k, 128256, 151936} and with the
 width of Qwen2.5-0.5B (--quick: T=8192, V=151936 with D=4096 and D=896, without slow contenders), timed by CUDA events.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "kernels"), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
 from _check import check, make, precision, work  # noqa: E402

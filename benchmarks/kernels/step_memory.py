@@ -1,6 +1,6 @@
 """Measures the peak memory of a training step at V = 151936 with all logits, linear_logprob and chunked_loss.
 
-    python kernels/bench/step_memory.py [--quick] [--json FILE]
+    python benchmarks/kernels/step_memory.py [--quick] [--json FILE]
 
 A random Qwen2 (D=128, 2 layers; on a GPU D=1024, 8 layers, bfloat16) takes one AdamW step on a policy-gradient loss
 with an entropy bonus. Each variant runs in a separate process. The peak is the memory that the step adds to the model
@@ -26,7 +26,7 @@ WAYS = {"all logits": "before", "linear_logprob": "after", "chunked_loss": "afte
 
 
 def one(way: str, tokens: int) -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -1,6 +1,6 @@
 """Times logp and entropy of given logits, after a check: `token_logprob` and others, with peak memory.
 
-    python kernels/bench/given.py [--quick] [--json FILE] [--plot FILE] [--shapes T,V ...] [--seconds S]
+    python benchmarks/kernels/given.py [--quick] [--json FILE] [--plot FILE] [--shapes T,V ...] [--seconds S]
 
 It works like linear.py, but the inputs are logits [T, V]. `backward` times forward and backward; ours writes the
 gradient over the logits, which are refilled before every call (untimed). The time is compared with that of copying the
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "kernels"), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
 from _check import GOALS, KINDS, LIMITS, NAMES, share, too_far  # noqa: E402

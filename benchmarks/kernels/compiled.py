@@ -1,6 +1,6 @@
 """Compiles the Triton kernels on a machine without a GPU: registers, shared memory and spills of each.
 
-    python kernels/bench/compiled.py [--quick] [--targets NAME ...] [--json FILE]
+    python benchmarks/kernels/compiled.py [--quick] [--targets NAME ...] [--json FILE]
 
 `_launches.py` records every launch that the public functions make for the shapes below: complete vocabularies and a
 rank's part of them, every dtype and setting. The installed triton compiles each with the specialisation of a real
@@ -25,7 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("TRITON_INTERPRET", None)  # with the interpreter, Triton would not compile
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "kernels"), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
 import triton  # noqa: E402
