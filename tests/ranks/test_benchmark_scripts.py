@@ -228,7 +228,7 @@ def test_benchmarks_that_save_often_ask_for_clocks_seldom(tmp_path, monkeypatch)
     monkeypatch.setattr(_about, "output_of", lambda *words: asked.append(words) or line)
     monkeypatch.setattr(_about, "_read", (float("-inf"), []))
     for i in range(5):
-        _about.save(tmp_path / "out.json", {"device": "NVIDIA H100"}, rows=[i])
+        _about.save(tmp_path / "out.json", {"device": "NVIDIA H100", "clocks_before": []}, rows=[i])
     told = json.loads((tmp_path / "out.json").read_text())
     assert told["rows"] == [4] and len(asked) == 1
     assert told["about"]["clocks_last"][0]["power.draw"] == "431.20 W"
