@@ -1,4 +1,4 @@
-"""Distillation over two vocabularies: compares shared tokens one by one, and all other tokens by sorted probabilities.
+"""Distillation over two vocabularies: compares probabilities token by token for shared tokens, else in sorted order.
 
 Each row of a tensor belongs to one span of text. Student and teacher each have a scaled distribution for this span: the
 probabilities of the next token at one position, multiplied by exp(`shift`), the probability of the span's other tokens.
@@ -56,7 +56,7 @@ class Matched:
     beta: float
     """Parameter `beta` of `unnormalized_jsd` over these tokens."""
     found: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
-    """Results of `others`, because the host waits for the device to count the tokens."""
+    """Cached results of `others`, because the host waits for the device to count the tokens."""
 
     def others(self, student: int, teacher: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the other ids, int64, of vocabularies of these sizes: the student's and the teacher's."""

@@ -14,7 +14,7 @@ BACKENDS = ("triton", "torch", "liger")
 def choose(backend: str | None, device: torch.device) -> str:
     """Return the name of the backend: `backend` if given, else the variable SPMDRL_KERNELS, else the device's default.
 
-    ValueError: there is no backend with this name.
+    Raises ValueError if there is no backend with this name.
     """
     name = backend or os.environ.get("SPMDRL_KERNELS") or ""
     if name and name not in BACKENDS:
@@ -27,7 +27,10 @@ def choose(backend: str | None, device: torch.device) -> str:
 
 
 def row_operations(backend: str | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a `TorchRows` or `TritonRows` for this device that computes in dtype. ValueError: backend is `liger`."""
+    """Return a `TorchRows` or `TritonRows` for this device that computes in dtype.
+
+    Raises ValueError for the backend `liger`, which has no row operations.
+    """
     name = choose(backend, device)
     if name == "liger":
         where = "backend" if backend else "SPMDRL_KERNELS"

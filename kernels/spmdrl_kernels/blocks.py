@@ -1,8 +1,8 @@
 """Divides the logits of T tokens into blocks, and multiplies the matrices that produce a block or use it.
 
-A block has all rows (up to `BLOCK_ROWS`), and as many columns as fit into the workspace with these rows. So each row of
-the weight's gradient is computed by one product over all tokens, and written once. Only the gradient of the hidden
-states, which is smaller, is summed over blocks.
+By default a block has all rows (up to `BLOCK_ROWS`), and as many columns as then fit into the workspace. If it has all
+rows, each row of the weight's gradient is computed by one product over all tokens, and written once. Only the gradient
+of the hidden states, which is smaller, is summed over blocks. `plan_rows` makes blocks with all columns instead.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,16 +13,17 @@ import torch
 from spmdrl_kernels import host
 
 WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 320 * 2**20}
-"""Most bytes of logits in memory at the same time; on a CPU about the size of its cache. For 16-bit inputs, the
-gradient of these logits takes half as many additional bytes."""
+"""Maximum number of bytes of logits in memory at the same time; on a CPU about the size of its cache. For 16-bit
+inputs, the gradient of these logits takes half as many additional bytes."""
 WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 600 * 2**20}
-"""Most bytes of logits in memory at the same time if all columns of a row are needed at once. On a GPU this is 2,048
-rows at V=151936 in 16 bits: on an H100, four chunks of so many rows took 3 ms less than five chunks of 1,648."""
+"""Maximum number of bytes of logits in memory at the same time if all columns of a row are needed at once. On a GPU
+these are 2,048 rows at V=151936 in 16 bits: on an H100, four chunks of this size took 3 ms less than five of 1,648
+rows."""
 TURNS = {"cpu": 1, "gpu": 2}
 """Number of buffers that `overlap.for_each_product` fills in turn with blocks."""
 EXACT_BYTES = {"cpu": 2 * 2**20, "gpu": 64 * 2**20}
-"""Most bytes of fp32 logits in memory before they are rounded to a 16-bit dtype. On an H100, pieces of 8 and 16 MiB
-were slower, because the host launches short kernels more slowly than the device computes them."""
+"""Maximum number of bytes of fp32 logits in memory before they are rounded to a 16-bit dtype. On an H100, pieces of 8
+and 16 MiB were slower, because the host launches short kernels more slowly than the device computes them."""
 BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
 """Maximum number of rows of a block."""
 INVARIANT_ROWS = {"cpu": 64, "gpu": 512}

@@ -19,7 +19,7 @@ from spmdrl_kernels.vocabulary import Vocabulary
 HELD = 6
 """Number of [C, V] tensors that a chunk and one teacher need in memory at the same time."""
 BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
-"""Most bytes that these tensors take together; this limit determines the number of rows of a chunk."""
+"""Maximum number of bytes of these tensors together, which determines the number of rows of a chunk."""
 
 
 def distillation_loss(
@@ -86,7 +86,7 @@ def top_logprobs(
     same states, weight, `valid_vocab` and number of rows.
 
     Raises:
-        ValueError: k is not below the number of tokens.
+        ValueError: k is less than 1, or not less than the number of tokens in the vocabulary.
     """
     vocab = min(len(weight_VD), valid_vocab or len(weight_VD))
     if not 1 <= k < vocab:
@@ -116,7 +116,9 @@ class _Job:
         self.teachers, self.beta, self.divisor, self.softcap, self.blocks = teachers, beta, divisor, softcap, blocks
 
     def chunk(self, rows: slice, blocks: tuple, logp_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergences [C, teachers], and the gradient [C, V] of their weighted sum by logits / divisor.
+        """Return the divergences [C, teachers], and the gradient [C, V] of their weighted sum.
+
+        The gradient is with respect to the logits after softcap and division.
 
         blocks: for each teacher, its item of `Teacher.blocks` for these rows.
         """

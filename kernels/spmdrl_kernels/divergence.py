@@ -1,4 +1,4 @@
-"""Divergences between next-token distributions of student and teacher, and their gradients by the student's logits.
+"""Divergences between next-token distributions of student and teacher, with gradients for the student's logits.
 
 Shapes: C rows; N outcomes, which are the V tokens of the vocabulary, or K tokens and one outcome for all other tokens.
 """
@@ -17,7 +17,9 @@ more, which would leave no probability for the other tokens. The value is that o
 
 
 def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the generalized Jensen-Shannon divergence of each row [C] and its gradient by the student's logits [C, N].
+    """Return the generalized Jensen-Shannon divergence of each row [C], and its gradient [C, N].
+
+    The gradient is with respect to the student's logits.
 
     s, t: finite log-probabilities of student and teacher. beta 0: forward KL(t || s). beta 1: reverse KL(s || t).
     0 < beta < 1: beta KL(t || m) + (1 - beta) KL(s || m) with the mixture m = (1 - beta) s + beta t, as in GKD
@@ -95,7 +97,10 @@ class StatesTeacher:
             yield log_probabilities(logits_CV, self.divisor, self.softcap, dtype)[0]
 
     def compare(self, block: torch.Tensor, logp_CV: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence [C] and its gradient by the student's logits [C, V]. block: an item of `blocks`."""
+        """Return the divergence [C] and its gradient with respect to the student's logits [C, V].
+
+        block: an item of `blocks`.
+        """
         return generalized_jsd(logp_CV, block, beta)
 
 
@@ -139,7 +144,7 @@ class TopTeacher:
     def compare(
         self, block: tuple[torch.Tensor, torch.Tensor], logp_CV: torch.Tensor, beta: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implements `compare` as in `StatesTeacher`."""
+        """Return the divergence and its gradient, as `StatesTeacher.compare` does."""
         ids_CK, t_CN = block
         s_CK = logp_CV.gather(1, ids_CK)
         if self.renormalized:

@@ -18,7 +18,10 @@ class Gradients:
         vocabulary: Vocabulary,
         dtype: torch.dtype,
     ):
-        """need: whether the gradients of hidden_TD and of weight_VD are needed. dtype: type of a sum over blocks."""
+        """Allocate the sums.
+
+        need: whether the gradients of hidden_TD and of weight_VD are needed. dtype: type of a sum over blocks.
+        """
         self.hidden_TD, self.weight_VD, self.vocabulary = hidden_TD, weight_VD, vocabulary
         # If all rows are in one block, one matmul sums over all tokens. Then the gradient of the weight, the largest
         # tensor of this class, needs no fp32 buffer. If all columns are in one block, the gradient of hidden_TD needs

@@ -21,7 +21,10 @@ def liger_logprob(
     group: dist.ProcessGroup | None,
     valid_vocab: int | None,
 ) -> tuple[torch.Tensor, None]:
-    """Return logp_T, and None for the entropy; arguments as in `linear_logprob`. ValueError: Liger lacks a feature."""
+    """Return logp_T, and None for the entropy; arguments are as in `linear_logprob`.
+
+    Raises ValueError if Liger is not installed or lacks a requested feature, or if an argument is out of range.
+    """
     plain = not isinstance(temperature, torch.Tensor) and temperature == 1.0
     unsupported = {
         "entropy=True": entropy,

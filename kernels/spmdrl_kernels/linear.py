@@ -55,10 +55,9 @@ def linear_logprob(
         mask: bool [T]. Rows with False are dropped before any computation; their results are 0.
         group: ranks that divide the vocabulary. With a group, `weight_VD` holds this rank's consecutive rows of the
             weight, in the order of the group's ranks; the number of rows may differ between ranks and may be 0. Targets
-            are global ids. Hidden states, targets, temperature, mask and upstream gradients must be the same on all
-            ranks. Forward
-            runs three small collectives. Backward runs one of [T, D], which gives every rank the complete gradient of
-            hidden_TD; the weight's gradient is that of this rank's rows.
+            are ids in the complete vocabulary. Hidden states, targets, temperature, mask and upstream gradients must be
+            the same on all ranks. The forward runs three small collectives. The backward runs one of [T, D], which
+            gives every rank the complete gradient of hidden_TD; the weight's gradient is that of this rank's rows.
         group_rows: number of rows of each rank of the group, so that the host need not wait for the device to know
             them; None to gather them.
         valid_vocab: rows of the complete weight that are used, from the first; others are padding. None for all rows.
@@ -73,7 +72,8 @@ def linear_logprob(
     Returns:
         logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. For bf16 and fp16
         inputs, logits are fp32 (rounded on AMD GPUs), and the matmuls of backward have 16-bit inputs. Both outputs can
-        be differentiated once, by hidden_TD and weight_VD. Gradients are summed in fp32 (fp64 for fp64 inputs).
+        be differentiated once, with respect to hidden_TD and weight_VD. Gradients are summed in fp32 (fp64 for fp64
+        inputs).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, a target is outside the vocabulary, a setting is out of
@@ -162,7 +162,8 @@ def collision_probability(
     """Return the sum of squared probabilities over the vocabulary, [T], without gradient.
 
     Arguments are as in `linear_logprob`. The sum is exp(-H2), where H2 is the Renyi entropy of order 2. Together with
-    p = exp(logp) of a token, it yields the squared norm of the gradient of logp by the logits: 1 - 2 p + sum.
+    p = exp(logp) of a token, it yields the squared norm of the gradient of logp with respect to the logits divided by
+    the temperature: 1 - 2 p + sum.
     """
     targets_T = torch.zeros(len(hidden_TD), dtype=torch.int64, device=hidden_TD.device)
     check_linear(hidden_TD, weight_VD, targets_T, temperature, None)
@@ -184,7 +185,7 @@ class Job:
     """The arguments of one call, and the blocks into which its logits are divided."""
 
     def __init__(self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, backend, blocks: Blocks, turns: Blocks):
-        """blocks: those of a gradient. turns: those of `stats`."""
+        """Store the arguments. blocks: the blocks of a gradient's computation. turns: the blocks of `stats`."""
         self.vocabulary, self.softcap, self.backend = vocabulary, softcap, backend
         self.blocks, self.turns = blocks, turns
         self.dtype = wide(hidden_TD)

@@ -40,7 +40,7 @@ def token_logprob(
 
     Returns:
         logp_T and entropy_T (in nats; None unless `entropy`), in fp32, or fp64 for fp64 logits. Both can be
-        differentiated once, by the logits.
+        differentiated once, with respect to the logits.
 
     Raises:
         ValueError: as in `linear_logprob`.

@@ -19,7 +19,7 @@ class TorchRows:
     """
 
     def __init__(self, dtype: torch.dtype):
-        """dtype: type in which logits are processed; matmuls keep the type of their inputs."""
+        """Start without buffers. dtype: type in which logits are processed; matmuls keep the type of their inputs."""
         self.dtype = dtype
         self.buffers: dict[str, torch.Tensor] = {}
 

@@ -118,9 +118,9 @@ def stats_kernel(
 ):
     """Update a row's state (max, sum, second, target; see `vocabulary.py`) by its columns; one program for each row.
 
-    Each lane has a separate state, so that threads communicate only once per row. When threads communicated at every
-    step, this took half of the time. If FIRST, these are the row's first columns, and what the state contains is
-    ignored. The target's column is its id minus `offset`.
+    A step reads LANES adjacent columns, one for each lane. Each lane has a separate state, so that threads communicate
+    only once per row. When threads communicated at every step, this took half of the time. If FIRST, these are the
+    row's first columns, and the contents of the state are ignored. The target's column is its id minus `offset`.
 
     If `kept` is given, the kernel also rounds the logits into it and updates `kept_state` by the rounded logits.
     """

@@ -16,9 +16,7 @@ GRADIENT_BLOCK = 2048
 STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 2, 4
 STATS_LANES_FP64, STATS_STEPS_FP64 = 256, 2
 """A program of the stats kernel processes up to LANES * STEPS columns at a time; one thread processes all steps of a
-lane.
-
-STATS_WARPS is the number of warps of a program."""
+lane. STATS_WARPS is the number of warps of a program."""
 RESULTS_BLOCK: Any = 256
 """Number of rows that one program of the results kernel processes."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,7 +26,10 @@ class TritonRows:
     """Computes row operations by Triton kernels, with the interface of `TorchRows`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        """dtype: type of computations. ValueError: the device is a CPU and Triton's interpreter is off."""
+        """Choose the type of computations: fp64 if dtype is float64, else fp32.
+
+        Raises ValueError if the device is a CPU and Triton's interpreter is off.
+        """
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("Triton needs a GPU: use backend='torch', or its interpreter (TRITON_INTERPRET=1)")
         self.fp64 = dtype == torch.float64
@@ -44,7 +45,7 @@ class TritonRows:
     def add_rounded_(
         self, exact_CV, state_4C, kept_CV, kept_4C, targets_C, offset, scale_C, softcap, second, first
     ) -> None:
-        """Implements `TorchRows.add_rounded_` in one pass over the logits."""
+        """Round logits and update states as `TorchRows.add_rounded_` does, in one pass over the logits."""
         assert kept_CV.shape == exact_CV.shape and kept_CV.stride(1) == 1 and kept_4C.stride() == state_4C.stride()
         self._stats(exact_CV, state_4C, kept_CV, kept_4C, targets_C, offset, scale_C, softcap, second, first)
 
@@ -78,7 +79,7 @@ class TritonRows:
             )
 
     def results(self, state_4C, targets_C, vocab, entropy) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Implements `TorchRows.results`."""
+        """Return logp, entropy and normalisers, as `TorchRows.results` does."""
         rows = state_4C.shape[1]
         logp_C, norm_2C = state_4C.new_empty(rows), state_4C.new_empty(2, rows)
         entropy_C = state_4C.new_empty(rows) if entropy else None
@@ -112,7 +113,10 @@ class TritonRows:
         grad_entropy_C,
         out_CV=None,
     ) -> torch.Tensor:
-        """Implements `TorchRows.logit_gradient`: write the gradient into out_CV, in its dtype; None for the logits."""
+        """Write the gradient of `TorchRows.logit_gradient` into out_CV, in its dtype, and return it.
+
+        If out_CV is None, the gradient overwrites the logits.
+        """
         rows, columns = logits_CV.shape
         out_CV = logits_CV if out_CV is None else out_CV
         if not rows or not columns:

@@ -17,7 +17,7 @@ GATHERED = 4 * 2**20
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return the maximum of a state before the first column: half of the dtype's lowest number.
+    """Return the maximum with which a state starts, before its first column: half of the dtype's lowest number.
 
     Differences from it are finite, and their exp is 0. Differences from -inf could be nan.
     """

@@ -47,7 +47,8 @@ class Saver:
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
         """Compute files that are equal in all checkpoints; warn if the disk is too full for a checkpoint. Collective.
 
-        The run calls this before it trains. Raises ValueError if a model cannot be saved.
+        If the settings request no checkpoints, only `expected_bytes` is set. The run calls this before it trains.
+        Raises ValueError if a model cannot be saved.
         """
         saved = store.saved_models(models)
         self.expected_bytes = sum(model.checkpoint_bytes() for model in saved)
@@ -83,7 +84,8 @@ class Saver:
 
         The call first waits until the previous checkpoint is written. state, mine: as in `store.Content`.
 
-        Raises DiskFullError if the disk is full; earlier checkpoints stay as they were.
+        Raises the errors of `store.write`, such as DiskFullError. If a background write fails, the next call of `save`,
+        `poll` or `finish` raises the error.
         """
         self.finish()
         began, self.saved = time.perf_counter(), step
@@ -111,7 +113,7 @@ class Saver:
         self._seconds = time.perf_counter() - began
 
     def _after(self) -> None:
-        """Take the size of the checkpoint just written as the estimate for the next one."""
+        """Take the size of the checkpoint just written as the estimate for the next one, on rank 0."""
         if self.world.is_first:
             self.expected_bytes = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
@@ -126,7 +128,10 @@ class Saver:
         return numbers
 
     def finish(self) -> None:
-        """Wait until the checkpoint in progress is published. If its write failed, raise the error. Collective."""
+        """Wait until a background write, if there is one, has published its checkpoint; every rank makes this call.
+
+        If the write failed, raises the error: a ValueError unchanged, any other as the cause of a RuntimeError.
+        """
         if self._thread is None:
             return
         while self._thread.is_alive():

@@ -113,7 +113,7 @@ def byte_text(n: float) -> str:
 
 @contextmanager
 def growth_is_progress(folder: Path) -> Iterator[None]:
-    """Count every change in the size of `folder` as progress of this thread.
+    """Count every change in the size of `folder` as progress of this thread, as `health.status.tick` does.
 
     Libraries write for minutes without calling `tick`, and the rank would look stuck. If the file system hangs, the
     measurement hangs too, so that the rank rightly looks stuck.

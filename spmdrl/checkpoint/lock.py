@@ -48,7 +48,7 @@ class Lock:
     """Content of the lock file: before `sign` it describes the previous owner, and after it this job."""
 
     def sign(self, agents: Collection[str]) -> None:
-        """Write this job into the file as the owner. agents: `launcher()` of all ranks, also before restarts."""
+        """Write this job into the file as the owner. agents: `launcher()` of all its ranks, before restarts too."""
         self.record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),

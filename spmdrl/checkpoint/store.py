@@ -71,6 +71,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
 
     Raises:
         DiskFullError: the disk is full; earlier checkpoints stay as they were.
+        DamagedError: the checkpoint reads back from the disk with other contents.
         TakenError: another job has taken the run folder.
     """
     step, temporary = content.step, root / f".incomplete-step_{content.step}"
@@ -189,7 +190,7 @@ def load(folder: Path, models: Models) -> dict:
 
 
 def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any]:
-    """Return facts for a manifest: versions; with `config` also layout and hash of settings that a resume keeps."""
+    """Return facts for a manifest: versions; with `config` also layout and hash of settings that a resume must keep."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -1,8 +1,9 @@
-"""Compares, once a step, the ranks' collectives of each group and the values that must be equal on all ranks (law 1).
+"""Compares, once a step, how many collectives ranks ran in each group, and values that must be equal on all ranks.
 
-The comparison is one all-reduce of a few integers over a separate group, so that a differing collective in another
-group does not disturb it. The error names groups, ranks and counts; the flight record has the source lines. The same
-all-reduce informs all ranks if one of them has received a request to leave.
+A difference means that a rank broke law 1 (CONTRIBUTING.md). The comparison is one all-reduce of a few integers over a
+separate group, so that a differing collective in another group does not disturb it. The error names groups, ranks and
+counts; the flight record (`health/flight_record.py`) has the source lines. The same all-reduce informs all ranks if one
+of them has received a request to leave.
 """
 
 import hashlib
@@ -56,7 +57,7 @@ def value_hash(value: object) -> int:
 
 
 class Agreement:
-    """Checks once a step that the ranks' collectives and shared values agree.
+    """Checks once a step that ranks ran equally many collectives in each group, and that shared values are equal.
 
     Creating it is collective: every rank does so after all groups exist.
     """

@@ -8,7 +8,7 @@ import heapq
 import torch
 
 CHEAPEST, FEW = 4, 32
-"""`with_swaps` tries swaps with the CHEAPEST parts of lowest cost, if parts have at most FEW items on average."""
+"""`with_swaps` swaps items with one of the CHEAPEST parts of least sum, if parts have at most FEW items on average."""
 
 
 def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
@@ -55,12 +55,13 @@ def largest(parts: list[list[int]], costs: list[int]) -> int:
 
 
 def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
-    """Swap items between the costliest and the cheapest parts while this evens out the sums; part sizes do not change.
+    """Return parts with more even sums, after swaps of an item of the costliest part for an item of a cheap one.
 
-    Parts with more than FEW items on average are returned as they are.
+    Each part keeps its number of items. Parts with more than FEW items on average are returned as they are.
 
-    Karmarkar-Karp is uneven if parts have few items: for 256 rows of SFT on 32 ranks the largest sum is 1.024 times the
-    mean, and 1.001 times after swaps. Swapping stops once the largest sum is within 0.1% of the mean.
+    Karmarkar-Karp is uneven if parts have few items: for 256 SFT samples on 32 ranks the largest sum is 1.024 times the
+    mean, and 1.001 times after swaps. Swaps end when the largest sum is within 0.1% of the mean, when no swap reduces
+    it, or after two swaps per part.
     """
     if len(costs) > FEW * len(parts):
         return parts
@@ -113,7 +114,7 @@ def assign_groups(
 
 
 def _busiest(rank_N, costs_N, share_N, group_N, common_N, ranks: int) -> int:
-    """Return the busiest rank's work, summed over shares; a rank does the common part of a group's work once."""
+    """Return the sum over shares of the busiest rank's work; a rank does the common part of a group's work once."""
     pairs, place_N = torch.unique(torch.stack([share_N * ranks + rank_N, group_N], 1), dim=0, return_inverse=True)
     common = torch.zeros(len(pairs), dtype=torch.int64).scatter_reduce_(0, place_N, common_N, "amax")
     slots = (int(share_N.max()) + 1) * ranks if len(share_N) else 0

@@ -1,4 +1,4 @@
-"""Checksums of tensors: a digest to compare sender and receiver, and a sum that stays the same for fused tensors.
+"""Checksums of tensors: a digest that sender and receiver compare, and a sum that is the same for fused tensors.
 
 SGLang's server loads this file in an interpreter without spmdrl, so it imports only torch and xxhash.
 """
@@ -25,7 +25,7 @@ def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
     if widest == 8 and tensor.is_contiguous() and tensor.numel() * tensor.itemsize % 8 == 0 and tensor.dim():
         flat = tensor.detach().view(-1)
         if tensor.numel() > 1 and flat.storage_offset() * tensor.itemsize % 8 == 0:
-            # The common case takes this faster path, because a push does this twice for every tensor of a model.
+            # The common case takes this faster path: it occurs twice for every tensor whenever an engine gets weights.
             return flat.view(torch.int64)
     # view(-1) would keep the stride of a single element, and a view of its bytes would then fail.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -45,10 +45,10 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the position-weighted sum of a tensor's bytes modulo 2**64: int64 scalar, on the tensor's device.
+    """Return the sum of a tensor's words, each times a weight that depends on its position, modulo 2**64.
 
-    Words of at most 32 bits are multiplied by odd weights and summed in 64 bits. So a change of a single element, even
-    of its sign bit alone, changes the sum, and so does an exchange of two different elements.
+    The result is an int64 scalar on the tensor's device. Words have at most 32 bits, and weights are odd. So a change
+    of a single element, even of its sign bit alone, changes the sum, and so does an exchange of two different elements.
     """
     w = words(tensor, 4)
     whole = w.numel() // _LANES * _LANES
@@ -77,7 +77,7 @@ def word_sum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def word_sums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the sum of each tensor's words, on its device, for `total_of`."""
+    """Return the sum of each non-empty tensor's words, on its device, for `total_of`."""
     return [words(tensor).sum() for tensor in tensors if tensor.numel()]
 
 

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 def to_device(value: Value, device: torch.device) -> Value:
     """Copy the host tensors in a value to a device without waiting for it; on a CPU, return the same tensors.
 
-    value: a tensor, or a dataclass, dict, list or tuple of tensors, such values and others, which stay unchanged.
+    value: a tensor, or a nested dataclass, dict, list or tuple that contains tensors; other contents stay unchanged.
     """
     copies: dict[int, torch.Tensor] = {}
 
@@ -32,7 +32,7 @@ def to_device(value: Value, device: torch.device) -> Value:
 
 
 def on_host(results: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield each tuple of tensors in host memory, after the device was given the work for the next tuple."""
+    """Yield a copy of each tuple in host memory; the next tuple is requested first, so that the device has work."""
     waiting: tuple[tuple[torch.Tensor, ...], Any] | None = None
     for tensors in results:
         # Without the wait for the event, these copies could be read before they are complete.

@@ -1,7 +1,7 @@
 """Exchanges named ragged tensors between ranks by one all_to_all, with a plan that every rank computes by itself.
 
 A `Table` holds n items. Each named column holds any number of rows for every item, end to end. The module is
-independent of episodes, which `data/` defines. Tensors travel as bytes, never as pickled objects (law 4).
+independent of episodes, which `data/` defines. Tensors are sent as bytes and never pickled (law 4, CONTRIBUTING.md).
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class Table:
     """n items with named ragged columns.
 
     keys_nK: int64 [n, K], the keys by which `exchange` sorts items.
-    lengths: column -> int64 [n]. values: column -> tensor [sum(lengths), ...].
+    lengths: column -> number of rows of each item, int64 [n]. values: column -> rows of all items, [sum(lengths), ...].
     """
 
     keys_nK: torch.Tensor
@@ -37,7 +37,7 @@ def _group_rank(group: dist.ProcessGroup | None) -> int:
 def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Gather the rows of every rank r of the group as a list of [n_r, K]; numbers of rows may differ. Collective.
 
-    group: None for a world of one, without communication.
+    group: None for a job of one rank, which does not communicate.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py", "typing_extensions.py")
-"""Parts of the paths of files whose frames `call_site` skips; the last file wraps deprecated functions of torch."""
+"""`call_site` skips frames in files whose path contains one of these; the last wraps deprecated functions of torch."""
 _HELPERS = ("spmdrl/spmd/",)
-"""Files that all collectives go through, so that their lines alone do not identify a call site."""
+"""Folder of functions that run collectives for many callers, so that its lines alone do not identify a call site."""
 
 
 class LockstepError(RuntimeError):
@@ -26,7 +26,7 @@ class LockstepError(RuntimeError):
 
 
 def call_site() -> str:
-    """Return the innermost frame outside of torch as file:line; callers follow one in `spmd/`: `a:1 < b:2`."""
+    """Return the innermost frame outside of torch as file:line; if it is in `spmd/`, also its callers: `a:1 < b:2`."""
     frame, places = sys._getframe(1), []
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
@@ -59,7 +59,7 @@ def _group_of(args) -> dist.ProcessGroup | None:
 
 
 class Lockstep(TorchDispatchMode):
-    """Compares all collectives inside its context, which wraps the program of every rank."""
+    """Compares all collectives inside its context, which wraps the program of every rank; sends are not compared."""
 
     def __init__(self, store: dist.Store, timeout: float = 60.0):
         """Compare over a store that all ranks share. timeout: seconds after which a rank counts as missing."""

@@ -26,7 +26,7 @@ JOIN = timedelta(seconds=120)
 LATER = timedelta(seconds=60)
 """Time beyond `--run.timeout` after which NCCL ends a job. `failure.watch` ends it earlier and names the rank."""
 JOIN_POLL = 0.02
-"""Seconds between two polls of rank 0 while ranks join."""
+"""While ranks join, rank 0 reads the store once in this number of seconds."""
 
 
 def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeout: float = 600.0) -> World:
@@ -191,7 +191,10 @@ def apart_from_default() -> Iterator[None]:
 
 
 def _make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
-    """Create a host-side group of `ranks` and one of the others; return this rank's. Collective over all ranks."""
+    """Create a host-side group of `ranks` and one of the others; return this rank's. Collective over all ranks.
+
+    Returns `host` if there are no others.
+    """
     size = dist.get_world_size()
     if len(ranks) == size:
         return host

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from spmdrl.spmd.world import World
 
 POLL_EVERY = 0.1
-"""Seconds after which an engine without finished work reads the counter of all engines again."""
+"""Seconds after which an engine without newly finished groups reads the counter of all engines again."""
 
 
 class PromptQueue:
-    """Positions 0..n-1 of one round, each handed out to exactly one engine.
+    """Hands out the positions 0..n-1 of the prompts of one rollout, each to exactly one engine.
 
     Assignment `queue`: the next caller gets the next positions, so an engine that finishes early takes more.
     Assignment `static`: position i belongs to engine i mod engines, whatever the timing (bit-exact runs).
@@ -44,10 +44,10 @@ class PromptQueue:
 
 
 class Tally:
-    """Counts finished work until there is enough; the result is the same on all ranks of an engine.
+    """Counts the finished groups of a rollout until there are enough; all ranks of an engine get the same answer.
 
-    Assignment `queue`: all engines share one counter. An engine without finished work reads it only every POLL_EVERY
-    seconds, because a thousand engines share one store. `static`: each engine counts only its own work
+    Assignment `queue`: all engines share one counter. An engine without newly finished groups reads it only every
+    POLL_EVERY seconds, because a thousand engines share one store. `static`: each engine counts only its own groups
     (bit-exact runs).
     """
 
@@ -57,7 +57,7 @@ class Tally:
         self.static, self.count, self.poll_at = assignment == "static", 0, 0.0
 
     def reached(self, more: int) -> bool:
-        """Add `more` finished work; return True once there is enough. Collective over the ranks of an engine."""
+        """Add `more` to the count; return True once it is high enough. Collective over the ranks of an engine."""
         if not self.enough:
             return False
         if self.static:

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from spmdrl.config.schema import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
-"""Axes of the training mesh, outermost first. `sp` divides a pack's tokens: Ulysses, or context parallelism. A policy
-with expert parallelism derives the axis of experts from these."""
+"""Axes of the training mesh, outermost first. `sp` divides the tokens of a packed micro-batch: Ulysses, or context
+parallelism. A policy with expert parallelism derives the axis of experts from these."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks that train, score and sample. `colocated`: every rank does all three; `split`: disjoint sets.
+    """Ranks that train, score and sample. With placement `colocated`, every rank does all three.
 
-    Scorers hold the frozen models; unless they are separate ranks, they are the trainers.
+    With placement `split`, the ranks that sample do nothing else. Scorers hold the frozen models; unless they are
+    separate ranks, they are the trainers.
     """
 
     trainers: tuple[int, ...]
@@ -28,6 +29,8 @@ class Roles:
 
 def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
     """Return the size of each axis; dp_shard = -1 is replaced by the size for which all ranks are used.
+
+    The axis sp also has the ranks of `parallel.cp`, context parallelism.
 
     Raises ValueError if the axes do not multiply to world_size.
     """

@@ -1,7 +1,8 @@
 """Moves tensors off their device and back: their bytes go to host memory, to a file, or nowhere.
 
 A storage is emptied in place (`resize_(0)`) and filled again later, so every tensor, view and DTensor shard over it
-stays valid: FSDP2's parameters, tied weights and an optimizer's moments need no `module.to()`.
+stays valid: FSDP2's parameters, tied weights and an optimizer's moments need no `module.to()`. In between, the tensors
+are called parked.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ import torch
 from spmdrl.spmd.devices import kind_of
 
 Place = Literal["host", "disk", "gone"]
-"""Place of parked bytes. `host`: host memory, pinned if the device is a GPU. `disk`: a file without a name, which
+"""Place of parked tensors' bytes. `host`: host memory, pinned if the device is a GPU. `disk`: an unnamed file, which
 disappears with the process. `gone`: nowhere; the content is undefined when the tensors come back."""
 
 PIECE = 64 << 20

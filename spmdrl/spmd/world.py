@@ -39,8 +39,9 @@ class World:
     """Axis over which parameters are sharded (dp_shard and sp flattened); an axis dp_replicate of size 2 or more
     precedes it."""
     data_group: dist.ProcessGroup | None = None
-    """Ranks over which samples are divided: one for each data position, all at this rank's position on the other axes.
-    A rank's number in the group is its data position. None if there is a single data position."""
+    """Ranks over which samples are divided: one for each position on dp_replicate x dp_shard (data position), all at
+    this rank's position on the other axes. A rank's number in the group is its data position. None if there is a single
+    data position."""
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
     """int64 [data positions, copies]: the ranks that hold the samples of each data position."""
     is_twin: bool = False
@@ -48,7 +49,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0; may guard output, but never communication (law 1)."""
+        """True on rank 0; may guard output, but never communication (law 1, CONTRIBUTING.md)."""
         return self.rank == 0
 
     @property
@@ -83,12 +84,12 @@ class World:
 
     @cached_property
     def sp_group(self) -> dist.ProcessGroup | None:
-        """Ranks that divide the tokens of one pack; None without sequence parallelism."""
+        """Ranks that divide the tokens of one packed micro-batch; None without sequence or context parallelism."""
         return self.mesh.get_group("sp") if self.sp_size > 1 else None
 
     @cached_property
     def sp_size(self) -> int:
-        """Number of ranks that divide the tokens of one pack."""
+        """Number of ranks that divide the tokens of one packed micro-batch."""
         return self.mesh.size(AXES.index("sp"))
 
     @cached_property

@@ -52,13 +52,13 @@ class Layout:
         self.cache: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
 
     def slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
-        """List the slots of a parameter's shard; an empty list if the shard is empty.
+        """List the slots (ranges of checkpoint tensors) of a parameter's shard; an empty list if the shard is empty.
 
         name, shape: of the whole parameter. box: range of the parameter that the shard holds. A parameter without
         packed experts has one slot, the whole shard.
         """
         if (name, shape, box) not in self.cache:
-            # The slots are cached, because every push of weights needs the same ones.
+            # The slots are cached, because every transfer of weights to the engine needs the same ones.
             self.cache[name, shape, box] = self._slots(name, shape, box)
         return self.cache[name, shape, box]
 

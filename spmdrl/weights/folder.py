@@ -1,8 +1,9 @@
 """Reads boxes of the tensors in a Hugging Face folder directly from its safetensors files.
 
-Files are memory-mapped, and only the bytes of a box are copied, chunk by chunk: a rank that needs a part of a model
-never holds more than that part and one chunk. Weights in fp8 with a scale for each block, the format of DeepSeek-V3
-(https://arxiv.org/abs/2412.19437, section 3.3), are dequantised box by box.
+A box is a part of a tensor, given by an index range in every dimension (`boxes.py`). Files are memory-mapped, and only
+the bytes of a box are copied, chunk by chunk: a rank that needs a part of a model never holds more than that part and
+one chunk. Weights in fp8 with a scale for each block, the format of DeepSeek-V3 (https://arxiv.org/abs/2412.19437,
+section 3.3), are dequantised box by box.
 """
 
 import json
@@ -97,7 +98,7 @@ class Tensors:
     def check_scales(self, name: str) -> None:
         """Check that an fp8 tensor can be dequantised.
 
-        Raises ValueError if its scales are missing or do not fit, or the folder declares no blocks.
+        Raises ValueError if it is not a matrix, its scales are missing or do not fit, or the folder declares no blocks.
         """
         if self.dtype(name) not in FP8:
             return
@@ -130,7 +131,7 @@ class Tensors:
 
     @torch.no_grad()
     def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy a box of a tensor, chunk by chunk. into: tensor of the box's shape, of any type and on any device."""
+        """Copy a box of a stored tensor into a tensor of the box's shape, of any type and on any device."""
         stored = self.dtype(name)
         width = 8 if stored is None else 4 if stored in FP8 else stored.itemsize
         for part in chunks(box, CHUNK // width):

@@ -1,7 +1,11 @@
-"""Plans which regions of tensors ranks send to each other. Every rank computes its plan from the boxes of all ranks.
+"""Plans which parts of tensors ranks send to each other.
+
+Every rank computes its plan from the parts that all ranks hold and need, which are boxes (`boxes.py`). The overlap of a
+box that one rank holds and a box that a rank needs is called a region. Tensors are transferred in buckets of
+consecutive tensors.
 
 Data whose size grows with ranks times boxes stays in arrays. A plan holds rows for the regions that its rank sends and
-receives, and makes Python objects for one bucket at a time. A small plan caches these objects for the next push.
+receives, and makes Python objects for one bucket at a time. A small plan caches these objects for the next transfer.
 """
 
 from collections.abc import Sequence
@@ -62,7 +66,7 @@ class Holders:
     """The different boxes that ranks hold, and for each box the ranks that hold it; replicated boxes have several."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
-        """Index the boxes by rank.
+        """Find the different boxes, and the ranks that hold each.
 
         held: boxes that ranks hold. wanted: bool [tensors], False for tensors whose boxes are left out.
         """
@@ -91,8 +95,8 @@ class Holders:
     def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
         """Return the rank that sends each of some boxes to a receiver. It is the receiver itself if it holds the box.
 
-        boxes: numbers of the boxes. receiver: a rank. turn: number of the receiver. Receivers with successive numbers
-        get a box from successive holders.
+        boxes: numbers of the boxes. receiver: a rank. turn: the receiver's place in an order of all ranks. Receivers
+        with successive places get a box from successive holders.
         """
         here = np.zeros(len(self.rows), dtype=bool)
         here[self.of_rank(receiver)] = True

@@ -229,9 +229,9 @@ def _digest_in(message: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_places(entries: list[Entry], itemsize: int, bucket_bytes: int) -> list[int]:
-    """Return the number of each tensor's bucket, which has consecutive tensors.
+    """Return the number of each tensor's bucket.
 
-    Together they have at most `bucket_bytes` bytes; a larger tensor is alone in its bucket.
+    A bucket has consecutive tensors of at most `bucket_bytes` bytes together; a larger tensor is alone in its bucket.
     """
     places, bucket, held = [], 0, 0
     for entry in entries:

@@ -116,8 +116,8 @@ def stored(folder: Path) -> Stored:
 def prediction_heads(folder: Path, config: Any) -> Stored:
     """Find the tensors of a checkpoint's multi-token prediction heads (MTP), which transformers' models lack.
 
-    These tensors belong to layers after the model's last layer (DeepSeek-V3), or their names begin with mtp. config:
-    transformers' config of the model. Raises ValueError if the folder has no such tensors.
+    These tensors belong to layers after the model's last layer (DeepSeek-V3), or their names begin with mtp or
+    model.mtp. config: transformers' config of the model. Raises ValueError if the folder has no such tensors.
     """
     layers = config.get_text_config().num_hidden_layers
     found = []

@@ -2,8 +2,9 @@
 
 When transformers loads a folder, it renames tensors, adds or drops the prefix of the inner model, packs a layer's
 experts into one parameter, and for a few families splits or transposes tensors. This module applies the same rules
-(`core_model_loading.py`) to names and to the boxes that a rank needs, so that a part of a parameter can be read without
-the rest of the parameter. `experts.py` maps in the opposite direction, from parameters to checkpoint tensors.
+(`core_model_loading.py`) to names and to the parts (boxes, `boxes.py`) that a rank needs, so that a part of a parameter
+can be read without the rest, unless transformers splits or transposes its tensors. `experts.py` maps in the opposite
+direction, from parameters to checkpoint tensors.
 """
 
 import re
