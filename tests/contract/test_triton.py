@@ -1,7 +1,8 @@
 """The Triton kernels compile for GPUs that are not here, by the triton of the CUDA build that the lock pins, and fit.
 
-benchmarks/kernels/compiled.py does the work, all of it without --quick, here two shapes in bf16. The triton (200 MB, and
-700 unpacked) is downloaded once into the user's cache folder. Without a package index the tests are skipped and say so.
+benchmarks/kernels/compiled.py does the work, all of it without --quick, here two shapes in bf16. The triton (200 MB,
+and 700 unpacked) is downloaded once into the user's cache folder. Without a package index the tests are skipped and say
+so.
 """
 
 import json
