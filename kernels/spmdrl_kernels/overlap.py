@@ -1,4 +1,4 @@
-"""Processes blocks of logits on a second stream of a GPU, beside the product that computes the next block.
+"""Processes blocks of logits on a second stream of a GPU, while the current stream computes the next block.
 
 A product keeps the multiprocessors busy and hardly uses the memory's bandwidth; the row operations on its result do the
 opposite. Blocks alternate between two buffers, so that the product does not overwrite what is being read.

@@ -1,4 +1,4 @@
-"""Locks the run folder at the start of a job, which continues in the folder, moves it aside or refuses to use it."""
+"""Locks the run folder at the start of a job; decides whether the job resumes in it, moves it aside or refuses it."""
 
 import json
 import os

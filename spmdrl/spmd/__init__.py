@@ -1,6 +1,6 @@
 """One program on many ranks: groups, collectives, the prompt queue, seeds.
 
-mesh.py        starts the job: process groups, mesh axes, and worlds for frozen models and for threads
+mesh.py        starts the job: process groups, mesh axes, and a `World` for the run, frozen models or a thread
 world.py       groups, axes and roles of one rank
 roles.py       the ranks that train, score and sample; sizes of axes
 devices.py     the device of each rank

@@ -1,7 +1,7 @@
 """Chooses the network interface between ranks on several nodes.
 
-By default gloo uses the address of the host name. On Debian and Ubuntu /etc/hosts maps the host name to 127.0.1.1, so
-each node would wait for the others on its loopback interface.
+By default gloo uses the address to which the host name resolves. On Debian and Ubuntu /etc/hosts maps the host name to
+127.0.1.1, so each node would wait for the others on its loopback interface.
 """
 
 import os

@@ -29,7 +29,7 @@ def seed_for(*key: int) -> int:
 
 
 def generator_for(*key: int) -> random.Random:
-    """Return a Python random generator for a key, for draws over data such as orders and splits."""
+    """Return a Python random generator for a key, for random choices such as the order of data or its split."""
     return random.Random(seed_for(*key))
 
 

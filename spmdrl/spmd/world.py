@@ -23,6 +23,7 @@ class World:
     local_rank: int
     device: torch.device
     host_group: dist.ProcessGroup
+    """Host-side group of all ranks: its collectives run on the CPU, on gloo."""
     store: dist.Store
     roles: Roles
     rollout_group: dist.ProcessGroup
