@@ -11,7 +11,7 @@ from spmdrl.env.base import Stateless
 LONGEST = 1_000
 """Maximum number of characters in an expression."""
 MOST_BITS = 14_000
-"""Maximum number of bits in a numerator or denominator, for about 4,200 digits; Python prints at most 4,300."""
+"""Maximum number of bits in a numerator or denominator: about 4,200 digits, since Python prints at most 4,300."""
 MOST_DIGITS = 60
 """A decimal is printed exactly up to this number of digits after the point, a fraction up to this number of characters.
 """

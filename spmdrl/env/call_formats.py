@@ -177,7 +177,7 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def _python_tag(text: str) -> Call:
-    """Return the call in `text`, which followed `<|python_tag|>`."""
+    """Return the call in `text`, the text after `<|python_tag|>`."""
     if re.match(r"\w+\.call\(", text) and len(text) < 10_000:
         with suppress(ValueError):
             function, arguments = python_call(text)
@@ -188,7 +188,7 @@ def _python_tag(text: str) -> Call:
 
 
 def gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read the channels of a harmony answer: calls are messages with a recipient, `to=functions.NAME`.
+    """Read an answer in OpenAI's harmony format: calls are messages with a recipient, `to=functions.NAME`.
 
     gpt-oss: https://github.com/openai/harmony/blob/main/docs/format.md. The returned text does not contain the analysis
     channel, which the function `analysis` returns.

@@ -62,9 +62,9 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def arguments_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
-    """Return a call's arguments, a JSON object that begins at position `at`, and the position after it.
+    """Return a call's arguments, which begin at position `at` as a JSON object or as a JSON string that contains one.
 
-    Raises MalformedError if it is not a JSON object. name: the called tool.
+    Also return the position after them. Raises MalformedError if there is neither. name: the called tool.
     """
     try:
         value, at = json_at(text, at)
@@ -74,7 +74,7 @@ def arguments_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
 
 
 def arguments_of(value: Any, name: str) -> dict[str, Any]:
-    """Return the arguments of a call from a JSON object, or from a string with one.
+    """Return the arguments of a call from a JSON object, or from a string that contains one as JSON text.
 
     Raises MalformedError if the value is something else. name: the called tool.
     """

@@ -48,12 +48,12 @@ class _Answer:
 
 
 class EnvInstance:
-    """An open environment. Every request returns the reply's fields as JSON values, or raises FailedError."""
+    """An open environment. `open`, `say` and `score` return fields of a `Reply`, or raise FailedError if it failed."""
 
     def __init__(
         self, environment: Any, row: dict[str, Any], settings: PoolSettings, limits: Limits, begins: Callable[..., None]
     ):
-        """Wrap a row's environment. begins: called when a call starts (`Limits.run`); each request sets it anew."""
+        """Wrap a row's environment. begins: called when a function starts (`Limits.run`); each request replaces it."""
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)
@@ -110,8 +110,8 @@ class EnvInstance:
             anew += [i] if answer.anew else []
             if i < len(digests) and digest(answer.messages) != digests[i]:
                 raise FailedError(
-                    f"gave other messages when turn {i + 1} was run again: an environment that depends on more than "
-                    "row and seed needs state() and restore(state)"
+                    f"returned different messages when turn {i + 1} was run again: an environment that depends on more "
+                    "than row and seed needs state() and restore(state)"
                 )
             replayed.append(answer.messages)
         tools = [tool.schema for tool in self._tools.values()]
@@ -190,7 +190,7 @@ class EnvInstance:
         return answer
 
     async def _call(self, index: int, call: dict, answer: _Answer, begins: Callable[[str, float], None]) -> ToolResult:
-        """Make a call and return its result. Mistakes of the model and errors of the tool become text for the model."""
+        """Return a call's result. All errors become text for the model, but for BrokenError and BadRewardError."""
         late = LateError(self._seconds)
         try:
             if call["late"]:

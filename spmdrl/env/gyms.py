@@ -3,7 +3,7 @@
 reasoning_gym:TASK   a puzzle of reasoning-gym with several attempts (settings: attempts, keep, and those of the task)
 gymnasium:ID         an environment in Gymnasium's registry; the settings are keywords of `gymnasium.make`
 skyrl_gym:ID         an environment in skyrl-gym's registry (settings: env_config, max_turns)
-textarena:ID         a game of one player in TextArena's registry; the settings are keywords of the game
+textarena:ID         a game for one player in TextArena's registry; the settings are keywords of the game
 file.py:Class        a class of one of these libraries, or a class with the methods of Gymnasium or Gym
 """
 
@@ -207,7 +207,7 @@ class Skyrl:
         assert self._env is not None, "reset must be called first"
         out = self._env.step(message.get("content") or "")
         if lacking := [key for key in ("observations", "reward", "done") if key not in out]:
-            raise TypeError(f"step returned no {lacking[0]}; it must return a mapping of observations, reward and done")
+            raise TypeError(f"the result of step lacks {lacking[0]}: return a dict with observations, reward and done")
         return [dict(each) for each in out["observations"] or ()] or None, out["reward"], bool(out["done"])
 
     def reward(self) -> dict[str, float]:
@@ -252,7 +252,7 @@ class TextArena:
             self._env = make()
 
     def reset(self, row: dict, seed: int) -> list[dict]:
-        """Begin a game of one player. Return the row's prompt with the game's first observation."""
+        """Begin a game for one player. Return the row's prompt with the game's first observation."""
         seed = seed_of(row, seed)
         self._random = random.Random(seed).getstate()
         with self._own_random():

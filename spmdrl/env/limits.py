@@ -38,7 +38,7 @@ class Limits:
     """Runs calls with time limits, and reports calls that hang."""
 
     def __init__(self, hangs: Callable[[str], None]):
-        """hangs: is called with the name of a call that still runs `GONE_WITHIN` seconds after its time limit."""
+        """hangs: called with the name of a call that still runs `GONE_WITHIN` seconds after its time limit."""
         self._hangs = hangs
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         self._free = asyncio.Semaphore(THREADS)
@@ -48,7 +48,7 @@ class Limits:
     ) -> Any:
         """Call a function and return its result.
 
-        what: name of the function. begins: is called when the function starts, with the name and the deadline
+        what: name of the function. begins: called when the function starts, with the name and the deadline
         (time.monotonic()).
 
         Raises:

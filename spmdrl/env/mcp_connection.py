@@ -48,7 +48,7 @@ class Connection:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
     async def enter(self) -> None:
-        """Connect to the server and list its tools. Raises any exception of the SDK."""
+        """Connect to the server and list its tools. Raises McpError if it lacks one of `only`, or an SDK error."""
         # The SDK requires that the same task opens and closes a connection.
         self.task = asyncio.get_running_loop().create_task(self._live())
         _entered.add(self)
@@ -113,7 +113,10 @@ class Connection:
         return [schema_of(tool) for tool in found if not self.only or tool.name in self.only]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool and return its result. Raises any exception of the SDK; sets `ended` if the server has ended."""
+        """Call a tool and return its result. Set `ended` if the server has ended.
+
+        Raises McpError if the server does not have the tool, or any exception of the SDK.
+        """
         if name not in {schema["function"]["name"] for schema in self.schemas}:
             raise McpError(f"the server has no tool {name!r}")
         from mcp import MCPError

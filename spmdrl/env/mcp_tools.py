@@ -24,7 +24,7 @@ _starting = threading.BoundedSemaphore(4)
 
 @dataclass
 class Slot:
-    """The current connection of one environment, or of all that share it, with a lock.
+    """Holds the current connection of one environment or of all environments that share it, and a lock for it.
 
     If the server has ended, the next call replaces the connection.
     """
@@ -62,8 +62,8 @@ class Mcp:
                 `$NAME` is replaced by the variable NAME of this process, so that files of settings need no secrets.
             headers: headers of each HTTP request. A value `$NAME` is replaced as in `env`.
             only: names of the tools to offer; empty offers all.
-            shared: True if all episodes of this process use one connection. Use it only if
-                the server keeps no state of a conversation.
+            shared: True if all episodes of this process use one connection. Use it only if the server keeps no state of
+                a conversation.
             timeout: time limit of a call, in seconds.
             connect: time limit in seconds from the start of a server until it has listed its tools. A process starts at
                 most four servers at the same time; the wait for a start does not count.
@@ -117,7 +117,7 @@ class Mcp:
         return connection.without_secrets(text)
 
     def close(self) -> None:
-        """Close a connection that is not shared, and end its server if `command` started it. May be called twice."""
+        """Close the connection unless it is shared, and end a server that `command` started. May be called twice."""
         if not self.shared:
             with self.slot.lock:
                 connection, self.slot.connection = self.slot.connection, None

@@ -40,7 +40,7 @@ class Pool:
         """Names of the tools of each environment that `check` loaded, without tools that are added in `reset`."""
         self._next = 0
         self._records: dict[Hashable, Record] = {}  # records of the open environments, by the caller's key
-        self._under_way: dict[int, Record] = {}  # records with a running request, by the number of the request
+        self._under_way: dict[int, Record] = {}  # records with an unanswered request, by its number
         self._suspects: deque[Record] = deque()  # records whose process died or hung; they wait to run one by one
         self._suspect: Record | None = None  # the suspect whose request is running
         self._done: list[tuple[Any, Reply]] = []
@@ -215,7 +215,7 @@ class Pool:
         """Replace a process whose event loop hangs, because an async function blocks it or a call holds the GIL."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
-            raise PoolError(f"a process for environments did not start within {START_SECONDS:.0f} s")
+            raise PoolError(f"a process that runs environments did not start within {START_SECONDS:.0f} s")
         innocent, late = [], [record for record in under_way if record.end < time.monotonic()]
         for record in under_way:
             if record in late and (record is self._suspect or len(late) == 1):
@@ -234,12 +234,12 @@ class Pool:
             self._run(record, aside)
 
     def on_exit(self, process: Host, how: str) -> None:
-        """Replace a process that ended by itself, and run its requests again; one by one, unless it was retired."""
+        """Replace a process that ended by itself. Run its open requests again, one by one unless a call hung in it."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
-            raise PoolError(f"a process for environments ended {how} before it was ready: see its output above")
+            raise PoolError(f"a process that runs environments ended {how} before it was ready: see its output above")
         if not process.hung:
-            log.warning("a process of environments ended %s and is replaced", how)
+            log.warning("a process that runs environments ended %s and is replaced", how)
         for record in under_way:
             record.deaths += not process.hung
             if process.hung:  # the process was retired, and exited before it read this request
@@ -274,14 +274,14 @@ class Pool:
     def _retire(self, process: Host, what: str) -> None:
         """Send no more requests to a process in which a call hangs; it exits after its current requests."""
         if not process.hung:
-            log.warning("a process of environments is replaced: %s still runs after its time limit", what)
+            log.warning("a process that runs environments is replaced: %s still runs after its time limit", what)
             self._processes.retire(process)
             for record in self._records.values():
                 if record.worker is process and record.request < 0:
                     self._detach(record)
 
     def _replace(self, process: Host) -> list[Record]:
-        """Replace a process by a new one, and return the records whose requests were running in it."""
+        """Replace a process by a new one, and return the records whose requests it had not answered."""
         self._processes.replace(process)
         there = [record for record in self._records.values() if record.worker is process]
         for record in there:

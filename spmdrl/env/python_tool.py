@@ -12,7 +12,7 @@ from spmdrl_sandbox.warm import Warm
 
 
 class Sandboxes:
-    """Idle sandboxes that this process has started, by provider, for later programs. Several threads may use them."""
+    """Keeps idle sandboxes of this process for later programs, by provider. May be used from several threads."""
 
     def __init__(self) -> None:
         self.idle: dict[str, list[Warm]] = {}

@@ -27,7 +27,10 @@ class Host(Process):
 
 
 class Hosts(Processes[Host]):
-    """A fixed number of processes for environments, and retired processes, which are killed when they hold none."""
+    """A fixed number of processes for environments, and retired ones.
+
+    A retired process takes no new requests, and is killed when it has no environments left.
+    """
 
     def __init__(self, count: int, settings: PoolSettings, listener: Listener):
         """Start the processes, without waiting for them."""
@@ -126,7 +129,7 @@ class Record:
         return message
 
     def take_reply(self, reply: dict[str, Any]) -> None:
-        """Remove those fields from a reply that are only needed to open the environment again, and record them."""
+        """Remove from a reply the fields that are needed only to open the environment again, and record them."""
         answer, late = reply.pop("digest", ""), reply.pop("late", [])
         if late:
             self.mark_late(late)

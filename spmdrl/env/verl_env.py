@@ -1,11 +1,11 @@
 """Runs verl's tools and interactions as environments, with the interfaces of its `BaseTool` and `BaseInteraction`
 (https://verl.readthedocs.io/en/latest/sglang_multiturn/multiturn.html and interaction_system.html).
 
-A tool lives as long as its episode, as in the older of verl's two loops, which uses all four keys of `tools_kwargs`.
-`create` runs at the first call, or at the start if the row names the tool; `execute` runs for each call; at the end
-`calc_reward` runs, then `release`. (verl's agent loop creates and releases a tool around each call, and never calls
-`calc_reward`.) `create` gets its keywords both by name and in the dict `create_kwargs`, since some tools read the names
-and others the dict. An interaction answers each message of the assistant that calls no tool.
+A tool lives as long as its episode, as in the older of verl's two rollout loops, which uses all four keys of
+`tools_kwargs`. `create` runs at the first call, or at the start if the row names the tool; `execute` runs for each
+call; at the end `calc_reward` runs, then `release`. (verl's agent loop creates and releases a tool around each call,
+and never calls `calc_reward`.) `create` gets its keywords both by name and in the dict `create_kwargs`, since some
+tools read the names and others the dict. An interaction answers each message of the assistant that calls no tool.
 
 verl passes the rewards of tools and the scores of interactions to the reward function. This module uses them as rewards
 of the turns in which they arise, and the sum of `calc_reward` as the final reward. With the setting `count_rewards:

@@ -1,4 +1,4 @@
-"""Formats episodes as lines for the terminal: one for each turn, with its reward, and one for each tool call."""
+"""Formats episodes as lines for the terminal: sampled turns with their rewards, tool calls, and observations."""
 
 import json
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def conversation_lines(
 
 
 def _pieces(episode: "Episode") -> list[list[int]]:
-    """Return the indices of segments in groups that are shown together: consecutive segments of one turn.
+    """Return the indices of an episode's segments, grouped by line: consecutive ones of a turn form a group.
 
     A turn has several segments if it was sampled by several versions of the weights, or if a branch begins inside it.
     """

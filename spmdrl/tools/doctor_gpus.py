@@ -33,8 +33,8 @@ def count() -> int:
 def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None = None) -> Finding:
     """Check that torch was built for the machine's devices and driver.
 
-    nvidia, amd: True if the machine has these devices; None detects them. side: `gpu` or `cpu`, the devices for which
-    `launch/install.sh` installed the packages; None reads this from .venv.
+    nvidia, amd: True if the machine has GPUs of this vendor; None detects them. side: `gpu` or `cpu`, the devices for
+    which `launch/install.sh` installed the packages; None reads this from .venv.
     """
     import torch
 

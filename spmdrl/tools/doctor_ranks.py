@@ -27,7 +27,7 @@ class Measured:
     all_reduce: float = 0.0
     all_to_all: float = 0.0
     clock: float = 0.0
-    """Largest difference of two ranks' clocks in seconds, minus the duration of the measurement."""
+    """Largest difference between two ranks' clocks in seconds, minus the duration of the measurement."""
     error: str = ""
 
 

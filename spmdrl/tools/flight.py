@@ -1,7 +1,9 @@
 """Compares the flight records of a failed run: `python -m spmdrl.tools.flight RUN`.
 
-For every process group, the report shows the first collective in which ranks differ, with file and line on each rank,
-and the ranks that did not reach the latest collective. It also lists ranks that left no record: they were killed, or
+A flight record is a file that a rank writes when the run fails: its stack, and its latest collectives in each process
+group. For every group, the report shows the first collective whose operation or sizes differ between ranks, with file
+and line on each rank. Without such a difference, it shows the ranks that did not reach the latest collective, and the
+first collective that ranks started at different lines. It also lists ranks that left no record: they were killed, or
 their machine is gone.
 """
 
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RAGGED = ("alltoall", "all_to_all", "gather", "scatter")
-"""Words in the names of collectives whose sizes differ between ranks by design."""
+"""Words in the names of collectives whose sizes may differ between ranks."""
 NUMBER = (int, float)
 _ROW = {"number": int, "op": str, "place": str, "sizes": object}
 SHAPE = {

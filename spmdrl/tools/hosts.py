@@ -1,9 +1,9 @@
-"""Runs launch/node.sh on several hosts, for the preflight and the start by ssh.
+"""Runs launch/node.sh on several hosts, for preflight.py and ssh_start.py.
 
 In a SLURM job, srun starts the command. Otherwise ssh starts `python -m spmdrl.tools.hosts` on each host. That process
-reads variables and a command from the connection and runs the command; then it reads signals and passes them to the
-command. When the connection ends, the process ends the command. This module imports only the standard library, so that
-the Python of any host can run it.
+reads environment variables and a command from its stdin, which is the ssh connection, and runs the command. Then it
+reads numbers of signals and sends these signals to the command. When the connection ends, it ends the command. This
+module imports only the standard library, so that the Python of any host can run it.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 NODE = "./launch/node.sh"
 CARRIED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_", "HF_", "WANDB_", "VLLM_", "SGLANG_", "SPMDRL_", "PYTHON")
-"""Prefixes of the variables that are sent to other hosts, over the connection and not on a command line."""
+"""Prefixes of the environment variables that are sent to other hosts, over stdin and not on a command line."""
 SETTINGS = ("NPROC", "MASTER_PORT", "GRACE", "PREFLIGHT", "PATH")
 REACH = 8.0
 """Seconds within which a host must answer ssh."""
@@ -37,7 +37,7 @@ class Hosts:
     """Runs launch/node.sh on hosts by srun, or by ssh if `srun` is empty."""
 
     def __init__(self, srun: Sequence[str] = (), inside: Sequence[str] = ()):
-        """srun: the srun command with flags; empty: use ssh. inside: prefix that runs a command in a container."""
+        """srun: the srun command with flags, or empty. inside: words before a command that run it in a container."""
         self.srun, self.inside = list(srun), list(inside)
 
     def start(self, hosts: Sequence[str], words: Sequence[str], **streams: Any) -> list[subprocess.Popen]:
@@ -60,7 +60,7 @@ class Hosts:
 
 
 def end(running: Sequence[subprocess.Popen]) -> None:
-    """End processes that still run: close their connection or send SIGTERM, then send SIGKILL."""
+    """End processes that still run: close their stdin or send SIGTERM, and kill those that do not end in time."""
     left = [process for process in running if process.poll() is None]
     for process in left:
         if process.stdin:

@@ -35,7 +35,7 @@ Reports = dict[str, dict]
 
 
 class TooFewError(ValueError):
-    """Raised if fewer nodes are good than the job needs."""
+    """Fewer nodes are good than the job needs."""
 
 
 # ── pairs ────────────────────────────────────────────────────────────────────
@@ -100,7 +100,7 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
 def _below(pair: dict, floors: tuple[float, float]) -> str:
     """Return the reason why a measured pair is bad; empty if it is good.
 
-    floors: least all-reduce and all-to-all in GB/s.
+    floors: least bandwidths of all-reduce and all-to-all in GB/s.
     """
     if pair["error"]:
         return pair["error"]
@@ -109,7 +109,7 @@ def _below(pair: dict, floors: tuple[float, float]) -> str:
 
 
 def _slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
-    """Return the nodes that are in no good pair, with reasons, and a line for each bad pair of two other nodes.
+    """Return the nodes that are in no good pair, with reasons, and a line for each bad pair of the other nodes.
 
     hosts: nodes to evaluate; their pairs with other nodes are ignored.
     """
