@@ -10,7 +10,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error of torch (GPU or CPU), vLLM's wake, Python or the system."""
+    """Return True for an out-of-memory error of torch (GPU or CPU), vLLM (when it wakes up), Python or the system."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     words = ("out of memory", "can't allocate memory", "cannot allocate memory")

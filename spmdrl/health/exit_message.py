@@ -1,4 +1,4 @@
-"""Builds the last line of a rank: its error, the place, and advice. No function of this module blocks for long."""
+"""Builds the last line that a rank prints: error, place and advice. No function of this module blocks for long."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Ends the whole job quickly when one rank fails, and names that rank (law 6)."""
+"""Ends the whole job quickly when one rank fails, and names that rank (law 6 in CONTRIBUTING.md)."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ exit_lock = threading.Lock()
 
 
 def is_first_to(what: str = "failed") -> bool:
-    """Return True on the first rank that calls this with `what`, so that one rank prints; on all if the store fails."""
+    """Return True on the first rank that calls this with `what`, so that it alone prints; on all if the store fails."""
     with suppress(Exception):
         if heartbeats:
             return heartbeats[0].plain.add(what, 1) == 1
@@ -76,9 +76,9 @@ def _exit_job(
     outcome: str = "failed",
     error: BaseException | None = None,
 ) -> None:
-    """Write the flight record, print the cause on one rank, and end this process.
+    """Write this rank's last collectives, print the cause on one rank, and end this process.
 
-    Ranks of this machine that do not react are killed before, unless the exit code is 0.
+    Unless the exit code is 0, ranks of this machine that are stopped or silent are killed first.
     """
     exiting.set()
     if not exit_lock.acquire(blocking=False):
@@ -138,7 +138,7 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
 
 
 def _request_to_leave(number: int, heartbeat: Heartbeat) -> None:
-    """Request that all ranks finish or abandon this step, save and leave."""
+    """Request that all ranks finish or abandon this step, save and exit."""
     request, partial = preemption.request_for(number), rank_status.keeps_partial
     heartbeat.publish_request(request)
     preemption.accept(request)
@@ -178,7 +178,7 @@ def exit_reason() -> str:
 
 
 def write_preempted(request: Request | None, step: int) -> None:
-    """Write RUN/PREEMPTED, which records that the run left on request after `step`. The next start removes the file."""
+    """Write RUN/PREEMPTED: the run ended on request after `step`. The next start removes the file."""
     assert rank_status.folder is not None
     request = request or Request("a signal", -1, time.time(), 0.0)
     path = rank_status.folder / "PREEMPTED"
@@ -228,7 +228,7 @@ def watch(
 def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
     """End the whole job on an exception in this context, with rank, host, phase, cause and advice in one last line.
 
-    The process exits without cleaning up, because destructors of a broken group may wait for ranks that are gone;
+    The process exits without cleaning up, because destructors of a broken process group may wait for lost ranks;
     torchrun then ends the other ranks. Exit codes: 1 after an error, 0 if the grace period of a request to leave is
     over, and 128 + n if signal n ended the rank, such as 130 (Ctrl-C) and 143 (SIGTERM, because a rank is lost).
 

@@ -36,7 +36,7 @@ LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
 """Maximum number of this rank's beats that are remembered, to compute the age of other ranks' beats."""
 PATIENCE = 3.0
-"""Seconds after a collective's time-out before a stuck rank is ended, so that others can report the cause first."""
+"""Seconds beyond `--run.timeout` until a rank without progress is ended: a collective's time-out is reported first."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Once the first step has begun, SIGUSR1 or SIGINT (Ctrl-C) to any rank is a request to all ranks, and so is a SIGTERM
 that was not sent because of a lost rank. A request that one rank received takes effect only after `Agreement` or the
-sampler has all-reduced it (law 1).
+sampler has all-reduced it (law 1 in CONTRIBUTING.md).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Builds the model of a Hugging Face folder with its weights, or empty to be sharded before weights are read."""
+"""Builds the model of a Hugging Face folder with its weights, or without values, to be sharded before they are read."""
 
 import re
 from functools import partial
@@ -32,8 +32,8 @@ def build_model(
         trust_remote_code: whether the model's own Python code may run.
         attn_implementation: transformers' name of an attention implementation, such as `sdpa`.
         head: `lm` for a causal language model, `value` or `score` for a sequence classifier, `steps` for a token
-            classifier. A `value` head that is not in the folder starts at 0, so that a critic can start from the
-            language model.
+            classifier. `score` gives a token classifier if the config names one. A `value` head that is not in the
+            folder starts at 0, so that a critic can start from the language model.
         labels: number of outputs of a classifier's head.
 
     Raises:

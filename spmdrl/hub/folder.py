@@ -61,9 +61,10 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def plain_errors(folder: Path) -> Iterator[None]:
-    """Turn any error of a library about files in a model folder into a one-line ValueError that names --model.path.
+    """Turn any error of a library about files in a model folder into a one-line ValueError that names a flag.
 
     transformers, tokenizers and safetensors raise many types of exceptions for bad files, even a bare KeyError.
+    Out-of-memory errors and spmdrl's own ValueErrors pass unchanged.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""Makes a copy of a model's folder with further tokens in its tokenizer, and keeps the copy in the cache.
+"""Adds tokens to the tokenizer and the embedding tables of a model, in a new folder that stays in the cache.
 
-A new token's row in an embedding table is the mean of the other tokens' rows, so that the token starts as likely as an
-average one. The row replaces a padding row of the table, or is appended. Weight files without an embedding table are
-links to the model's files.
+A new token's row in an embedding table is the mean of the other tokens' rows, so that its logit starts as their mean
+logit. The row replaces a padding row of the table, or is appended. Weight files without an embedding table are links to
+the model's files.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "lm_head.weight")
 TABLES += ("embed_out.weight", "output_layer.weight")
-"""Suffixes of the names of embedding tables, which have a row for each token."""
+"""Suffixes of the names of input and output embedding tables, which have a row for each token."""
 FORM = 2
 """Version of the rule for new rows. After a change of it, folders are made again."""
 INDEX = "model.safetensors.index.json"
@@ -78,7 +78,7 @@ def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
             grown += 1
         save_file(found, place / file.name, {"format": "pt"})
     if not grown:
-        raise ValueError(f"{folder}: its weights have no known table of embeddings, so tokens cannot be added")
+        raise ValueError(f"{folder}: no weight has the name of an embedding table, so tokens cannot be added")
     if (folder / INDEX).is_file():
         shutil.copy(folder / INDEX, place / INDEX)
 

@@ -90,7 +90,8 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
         cfg: rank, alpha, targets.
         seed: the run's seed.
         dtype: torch dtype of the adapters.
-        scaled: True if the values of B that are loaded later already include the factor alpha / r, as in weight pushes.
+        scaled: True if the values of B that are loaded later already include the factor alpha / r, as those
+            that are sent to an engine do.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model

@@ -9,7 +9,7 @@ trainer's own router, by the model's own formula, so the gradient is complete.
 A router of transformers chooses by one `topk` over its experts. Choices are recorded and replaced at that call, which
 routers with softmax or sigmoid, and with or without bias, groups and normalization, have in common.
 
-Dimensions: S tokens of a forward, L layers with experts, K experts per token.
+Dimensions: S tokens of a forward pass, L layers with experts, K experts per token.
 """
 
 import re
@@ -44,7 +44,7 @@ class Experts:
 
 
 class _Choice(TorchFunctionMode):
-    """Records the experts that a router chooses in one forward, and replaces them by prescribed ones if given."""
+    """Records the experts that a router chooses in one forward pass, and replaces them by prescribed ones if given."""
 
     def __init__(self, router: Any, prescribed_SK: torch.Tensor | None):
         super().__init__()
@@ -70,7 +70,7 @@ class Routers:
     """Records the choices of a HF model's routers, and replaces them by prescribed ones."""
 
     def __init__(self, hf: Any, recording: bool = False):
-        """Patch the routers of a model before it is sharded. recording: keep the choices of a forward for `take`.
+        """Patch the routers of a model before it is sharded. recording: keep the choices for `take`.
 
         Raises:
             ValueError: the model has no router, or one of an unsupported kind.
@@ -109,7 +109,7 @@ class Routers:
         return out
 
     def take(self) -> torch.Tensor:
-        """Return the choices of the last forward, int16 [S, L, K] on the CPU. `recording` must be set."""
+        """Return the choices of the last forward pass, int16 [S, L, K] on the CPU. `recording` must be set."""
         taken = torch.stack([self.last[place] for place in range(len(self.experts.layers))], 1)
         self.last = {}
         return taken.to("cpu", torch.int16)

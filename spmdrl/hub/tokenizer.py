@@ -44,7 +44,7 @@ def _check_rows(folder: Path, tokenizer: Any) -> None:
 
     Special tokens (in some published models those for images or infilling) may lack an embedding, unless the chat
     template contains them or they are the begin or end token. Raises ValueError for any other token without an
-    embedding, because the forward would fail on it.
+    embedding, because the model would fail on it.
     """
     if not (folder / "config.json").exists():
         return

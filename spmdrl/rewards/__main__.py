@@ -2,7 +2,7 @@
 
     python -m spmdrl.rewards try --config configs/gsm8k_grpo.yaml [--data SOURCE] [--rows 64] [--json]
 
-It grades right, empty and wrong answers on rows of `--data.train` (or of SOURCE) and prints the scores of each kind of
+It grades right, empty and wrong answers to rows of `--data.train` (or of SOURCE) and prints the scores of each kind of
 answer. It takes all flags of `spmdrl.train`. The exit code is 1 if right answers do not score best or the reward has
 another problem, and 2 if the command line is wrong or the data or the reward cannot be loaded.
 """
@@ -31,9 +31,9 @@ ROWS = "64"
 """Default of `--rows`, the number of rows to try."""
 LONGEST = 1 << 30
 ENOUGH = 0.95
-"""Minimum share of a source's rows in which the right answer should score best."""
+"""Minimum share of rows in which the right answer should score best (by source) and get 1 (over all rows)."""
 BY_CHANCE = 0.2
-"""Maximum share of rows in which another row's answer may score as right, because short truths often coincide."""
+"""Maximum share of rows in which another row's answer may score as much as the right one; short truths may coincide."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +113,7 @@ def _problems(found: Trial) -> list[str]:
 
 
 def _not_best(found: Trial) -> list[str]:
-    """Return one line of text for each source whose right answers do not score best."""
+    """Return a line for each source whose right answers score best in too few rows; one line if none could be tried."""
     best, most, out = found.best(), found.undeserved(), []
     if not best:
         if any(row.rewards for row in found.gold):
@@ -134,7 +134,7 @@ def _not_best(found: Trial) -> list[str]:
 
 
 def _undeserving(found: Trial) -> list[str]:
-    """Return a line of text that lists the kinds of wrong answers that score as much as right ones, if any do."""
+    """Return one line with all kinds of wrong answers that score as much as right ones, or an empty list."""
     best, least, named = found.best(), {}, []
     for _, row in found.rows:
         least |= {i: min(score, least.get(i, score)) for i, score in row.by_prompt.items()}

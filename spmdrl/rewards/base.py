@@ -15,7 +15,7 @@ log = logging.getLogger("spmdrl")
 
 @dataclass
 class RewardInput:
-    """One response to grade. The fields that come from the prompt's row can be written as JSON."""
+    """One response to grade. `Pool` requires that the fields from the prompt's row can be written as JSON."""
 
     data_source: str
     solution: str
@@ -56,7 +56,7 @@ class Reward:
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
     """True if a grading took too long and was stopped. It gives the score 0 and no parts, and each part that other
-    samples have counts as 0 for this sample. If rewards are combined, the others still give theirs."""
+    samples have counts as 0 for this sample. In a combined reward, the other rewards still count."""
     applies: bool = True
     """False if the function does not apply to this row (a function in TRL's form returned None); the score is 0."""
     ungraded: str = ""
@@ -67,7 +67,10 @@ class Reward:
 
 
 class RewardError(ValueError):
-    """A grading gave no usable score. The message names the function, the prompt and the setting to change."""
+    """A reward failed in a way that stops the job, such as an exception in a user's function or a rejected API key.
+
+    The message names the cause and, if there is one, the setting to change.
+    """
 
 
 class UngradedError(Exception):
@@ -94,10 +97,13 @@ def warn_left_out(what: str, why: str, count: int) -> None:
 
 
 class Grader:
-    """Base class of graders. Use a grader from one thread only; after a RewardError only `close` may be called."""
+    """Base class of graders, which compute the rewards of responses.
+
+    Use a grader from one thread only. After a RewardError only `close` may be called.
+    """
 
     wants_groups = False
-    """True if the responses of a group must be submitted together, in the order of their samples."""
+    """True if all responses to a prompt must be submitted one after another, in the order of their samples."""
     on_engine = False
     """True if the run's engine does a part of the grading. It does so only in `drain`."""
 

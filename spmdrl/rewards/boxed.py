@@ -8,7 +8,7 @@ the rules and the differences from `is_equiv`.
 `math_dapo` and `math_dapo_boxed` give 1 or -1 for the answer at the end of a response, as in DAPO
 (https://arxiv.org/abs/2503.14476). `math_dapo`, verl's default, compares the last `Answer: ...` line after the
 normalisation of Minerva (Lewkowycz et al. 2022, https://arxiv.org/abs/2206.14858, appendix D.1). `math_dapo_boxed`
-compares the content of the last box character by character, with all minus characters as one.
+compares the content of the last box character by character, after Unicode minus signs and dashes became `-`.
 """
 
 import re
@@ -112,8 +112,8 @@ def _same(answer: str, truth: str) -> bool:
 
 
 def boxed(item: RewardInput) -> Reward:
-    r"""Return 1 if the last `\boxed{...}` has the truth's normal form, without computing values. Part `format`: whether
-    there is a box.
+    r"""Return 1 if the last `\boxed{...}` and the truth have the same normal form, else 0; values are not computed.
+    Part `format`: whether there is a box.
     """
     whole = truth_text(item.ground_truth)
     inside = last_box(whole)
@@ -165,8 +165,8 @@ def math_dapo(item: RewardInput) -> Reward:
 
 
 def math_dapo_boxed(item: RewardInput) -> Reward:
-    r"""Return 1 if the last `\boxed{...}` within the last 100 characters holds exactly the truth, else -1. The various
-    minus characters of Unicode count as equal. Parts: `acc`, 1 or 0; `format`, whether there is a box.
+    r"""Return 1 if the last `\boxed{...}` within the last 100 characters holds exactly the truth, else -1. Unicode
+    minus signs and dashes count as `-`. Parts: `acc`, 1 or 0; `format`, whether there is a box.
     """
     truth = truth_text(item.ground_truth).translate(SIGNS)
     answer = last_box(item.solution[-BOX_TAIL:].translate(SIGNS))

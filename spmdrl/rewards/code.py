@@ -42,9 +42,10 @@ from typing import *
 
 class CodeGrader:
     """`code`: 1 if the program passes all tests of its row (docs/programs.md), else 0; `code_partial`: the share of the
-    tests that it passes. The program is the last Python block, else the last block without a language, or the complete
-    response if it has no block. Parts: `passed`, `wrong`, `error`, `timeout`, `memory` and `output`, shares of the
-    tests; `format`, whether there is such a block.
+    tests that it passes. The program is the last fenced Python block, else the last block without a language, or the
+    complete response if it has no block. If the prompt begins the tested function, a response may continue it. Parts:
+    `passed`, `wrong`, `error`, `timeout`, `memory` and `output`, shares of the tests; `format`, whether there is such a
+    block.
 
     Programs are graded one after another, in sandboxes that stay open.
     """
@@ -58,7 +59,7 @@ class CodeGrader:
         self.open()
 
     def open(self) -> None:
-        """Open the sandboxes that are not open: one for programs and one for tests. A service needs none."""
+        """Open the sandboxes that are not open: one for programs and one for tests. SandboxFusion needs none."""
         while len(self.sandboxes) < 2 and not self.service:
             self.sandboxes.append(open_for(self.settings.provider))
 
@@ -77,7 +78,7 @@ class CodeGrader:
         return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)
 
     def __call__(self, item: RewardInput) -> Reward:
-        """Grade a response. Raises UngradedError if the row has no readable tests, and if the sandbox keeps failing."""
+        """Grade a response. Raises UngradedError if the tests cannot be read or run, or the sandbox keeps failing."""
         tests = read_tests(item.ground_truth, {"prompt": item.prompt} | item.extra)
         source, fenced = program_of(item.solution)
         name = tests.suite.entry if tests.suite else ""

@@ -1,4 +1,7 @@
-"""A grader that combines several graders: a weighted sum of their scores, which gates can set to 0."""
+"""A grader whose score is the weighted sum of the scores of several graders.
+
+A gate (`--reward.gate`) names a part of a reward. If that part is not above 0, a sum above 0 becomes 0.
+"""
 
 import math
 import time
@@ -27,7 +30,7 @@ class CombinedReward(Grader):
     """Grader whose score is the weighted sum of the scores of all combined rewards that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
-        """Create the grader. gates: names of parts; if one of them fails (`_holds`), a score above 0 becomes 0."""
+        """Create the grader. gates: names of parts (see the module's docstring)."""
         super().__init__(" + ".join(term.name for term in terms))
         self.terms, self.gates = terms, gates
         self.wants_groups = any(term.grader.wants_groups for term in terms)

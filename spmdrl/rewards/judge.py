@@ -1,8 +1,9 @@
 """A language model as a judge: `--reward.function judge.yaml` (docs/judge.md).
 
 The grader `Judge` asks questions about responses and computes rewards from the verdicts. A case is a set of questions
-that count only if all are answered. An `Asker` sends the questions to the judge model, which is behind a server
-(judge_server.py) or on the run's own engine (judge_engine.py).
+that count only if all are answered. Each question is asked `votes` times (a setting in the judge's file), and each
+answer is a vote. An `Asker` sends the questions to the judge model, which runs on a server (judge_server.py) or on the
+run's own engine (judge_engine.py).
 """
 
 import logging
@@ -50,9 +51,9 @@ class Counters:
     cached: int = 0
     """Number of verdicts read from the cache."""
     prompt_tokens: int = 0
-    """Prompt tokens reported by the server."""
+    """Prompt tokens, as the server or the engine counts them."""
     completion_tokens: int = 0
-    """Completion tokens reported by the server."""
+    """Completion tokens, as the server or the engine counts them."""
 
 
 class Asker:

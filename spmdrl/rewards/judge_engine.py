@@ -1,7 +1,8 @@
 """A judge on the run's own engine.
 
-All ranks of an engine ask the same questions in the same order and get the same replies. Nonces and seeds are derived
-from the questions and the step, so that they do not depend on the rank or the order of work.
+All ranks of an engine ask the same questions in the same order and get the same replies. Seeds, and the nonces of
+delimiter lines (judge_verdict.py), are derived from the questions and the step, so that they do not depend on the rank
+or on the order in which questions are asked.
 """
 
 import hashlib

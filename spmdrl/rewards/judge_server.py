@@ -1,4 +1,4 @@
-"""A judge behind a URL, with a cache folder that stores its answers by a hash of the question.
+"""A judge on a server, with a cache folder that stores its answers by a hash of the question.
 
 Threads send the requests and wait for the answers. Verdicts pass through a queue to the thread that uses the asker, and
 only that thread completes cases. Ranks and jobs may share the cache folder, because its files are written atomically.

@@ -128,7 +128,8 @@ def check_ungraded(
 def scores_timeouts(cfg: RewardConfig) -> bool:
     """Return whether a grading that takes too long scores 0, for any of the rewards.
 
-    If not, it stops the job, leaves the sample out (rewards with time limits of their own), or has no time limit.
+    If not, such a grading stops the job or, if the reward has time limits of its own, leaves the sample out. Judges and
+    the rewards in QUICK have no time limit for a grading.
     """
     return any(_scores_timeouts(name, cfg) for name in functions(cfg))
 

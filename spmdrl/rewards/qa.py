@@ -91,7 +91,7 @@ def reasoning_reward(item: RewardInput) -> Reward:
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Return the reward `reasoning_gym` after its import. Raises ValueError if the package is not installed."""
+    """Import reasoning-gym and return the reward `reasoning_gym`. Raises ValueError if the package is not installed."""
     try:
         import reasoning_gym  # noqa: F401
     except ImportError as e:

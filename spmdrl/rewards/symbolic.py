@@ -24,7 +24,7 @@ EXACT, DECIMAL = 1e-9, 2e-6
 """Maximum relative difference between equal values: EXACT between exact values, DECIMAL if one is a decimal, which may
 be rounded."""
 NOTHING = 1e-25
-"""Maximum absolute value that counts as 0, to allow for rounding errors."""
+"""Maximum absolute value of a number that counts as equal to 0, to allow for rounding errors."""
 _MARKED = re.compile(r"\$[^$\n]{1,2000}\$|\\\([^\n]{1,2000}?\\\)|\\\[[^\n]{1,2000}?\\\]")
 _NUMBERS = re.compile(r"(?<![\w.])\.?\d[\d,.]*")
 _BASED = re.compile(r"\(?(-?[0-9]+)\)?_\s*\{?\s*(?:(\d+)|\\text\{ ?([a-z]+)\})\s*\}?")

@@ -1,4 +1,4 @@
-"""Code that the kinds of jobs share: reinforcement learning, supervised fine-tuning, evaluation and others.
+"""Code that several kinds of jobs share: reinforcement learning, supervised fine-tuning, evaluation and others.
 
 Files for jobs with an engine (device_table.py, memory_advice.py, transfer.py, engine.py, engine_check.py) read settings
 of the sections `rollout` and `reference`. The other files read only the sections that every training has
@@ -11,12 +11,12 @@ run.py           the work that every kind of job does between two steps and at t
 session.py       settings, ranks, timer, console and folder of a job
 checkpoints.py   resumes a job from its checkpoint, and saves it after steps and at preemption
 engine.py        starts the engine of a job
-engine_check.py  compares the engine's log p of sampled tokens with the trainer's, after the first push
+engine_check.py  compares the engine's log p of sampled tokens with the trainer's, before the first update
 journal.py       writes metrics, samples and console output of a step
 environ.py       sets defaults of the process: environment variables, threads, allocator
 determinism.py   makes two runs of the same settings equal to the last bit; saves the states of random number generators
 device_table.py  moves models and the engine on and off the device, and keeps a table of the memory that each uses
 memory_advice.py suggests flags that would free memory
-transfer.py      pushes new weights into the engine
+transfer.py      sends new weights to the engine
 meter.py         measures memory as the operating system or the driver counts it
 """

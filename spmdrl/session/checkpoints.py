@@ -51,7 +51,7 @@ class Checkpoints:
     """
 
     def __init__(self, session: Session, models: Models, kept: Kept, data: str):
-        """data: digest of the training data."""
+        """Load the newest checkpoint, if there is one. data: digest of the training data."""
         self.session, self.models, self.kept = session, models, kept
         self.saver = Saver(session.cfg, session.folder / "checkpoints", session.world)
         self.saver.prepare(models, session.warn)

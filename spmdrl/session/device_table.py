@@ -1,13 +1,13 @@
 """Moves models and the engine on and off the device, which the engine and the trainer use in turn.
 
 Only this module moves models, in an order that bounds the peak memory; `--policy.offload` and `--reference.offload`
-choose the models that move. Before a rollout, everything of them that the push does not read leaves the device (frozen
-models, critics, gradients, moments); the engine's weights come back; the push overwrites them with the policy's; the
-policy's parameters leave; then the KV cache is allocated. After the rollout, the engine sleeps before the trainer comes
-back. Under split placement, a rank has either an engine or a trainer, so nothing is moved.
+choose the models that move. Before a rollout, frozen models, critics, gradients and optimizer moments are moved off the
+device; the engine's weights are moved back and overwritten with the policy's; the policy's parameters are moved off;
+then the KV cache is allocated. After the rollout, the engine is put to sleep, then the trainer's models are moved back.
+Under split placement, a rank has either an engine or a trainer, so nothing is moved.
 
 A frozen judge or a teacher on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before
-the policy samples again, `restore` pushes its weights by the moves that begin a phase, so the peak does not grow.
+the policy samples again, `restore` sends its weights by the same moves as before a rollout, so the peak does not grow.
 """
 
 import logging
@@ -88,7 +88,7 @@ class Memory:
     """Switches between the rollout and training phases of a run, and keeps the table of memory by owner."""
 
     def __init__(self, cfg: Config, models: Models, engine: Engine | None, timer: Timer, world: World):
-        """Collective. models.policy is None on ranks that do not train; engine is None on ranks that do not sample."""
+        """Begin the table. Collective. models.policy is None on a rank that does not train; engine may be None."""
         self.cfg, self.models, self.policy, self.engine, self.timer = cfg, models, models.policy, engine, timer
         self.world, self.shared = world, models.policy is not None and engine is not None
         dtype, bucket_bytes = DTYPES[cfg.model.dtype], cfg.rollout.push_bucket_mib << 20
@@ -121,7 +121,7 @@ class Memory:
         self._border("sampled")
 
     def _give_engine(self, present: dict[str, Any]) -> None:
-        """Push the policy's weights into the engine. Collective.
+        """Send the policy's weights to the engine. Collective.
 
         If trainer and engine share the device, also offload the trainer's models and wake the engine, in the order that
         the module describes. present: models that are on the device.
@@ -160,7 +160,7 @@ class Memory:
             self._give_back(self.transfer.load(folder, version))
 
     def restore(self) -> None:
-        """Push the policy's weights again into engines with other weights, within a rollout phase. Collective."""
+        """Send the policy's weights again to engines with other weights, within a rollout phase. Collective."""
         assert self.engine and self.shared
         if not self._stale()[1]:
             return
@@ -206,7 +206,7 @@ class Memory:
             self._sent(held, {owner: "gone" if owner.endswith(" gradients") else place for owner in held})
 
     def _push(self) -> None:
-        """Push the policy's weights into every engine if at least one engine lacks them. Collective."""
+        """Send the policy's weights to every engine if at least one engine lacks them. Collective."""
         version, stale = self._stale()
         self.version = version
         if stale:

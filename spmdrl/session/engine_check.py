@@ -1,4 +1,4 @@
-"""Compares log p of the engine with the trainer's after a job's first push, and refuses an engine that differs.
+"""Compares log p of the engine with the trainer's before a job's first update, and refuses an engine that differs.
 
 Responses to a few prompts of several lengths are sampled in one batch; some begin later and end earlier than others.
 This reveals states that leak between the rows of a batch, and wrong attention windows. All ranks of an engine sample
@@ -70,7 +70,7 @@ class EngineCheck:
     """The check of an engine: it samples in the rollout phase, and the trainer compares log p in the training phase."""
 
     def __init__(self, cfg: Config, world: World, policy: Any, engine: Engine | None, experts_width: int):
-        """experts_width: number of columns of `token["experts"]` if routing is replayed, else 0."""
+        """Create the check. experts_width: number of columns of `token["experts"]` if routing is replayed, else 0."""
         self.cfg, self.world, self.policy, self.engine, self.width = cfg, world, policy, engine, experts_width
         self.due, self.sampled = True, torch.empty(0)
         """`due` is True until the comparison; `sampled` holds samples of rank 0's engine in the form of `_packed`."""

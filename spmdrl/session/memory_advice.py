@@ -74,6 +74,6 @@ def three_flags(
 
 
 def _forward_bytes(cfg: Config, world: World, shard: int) -> int:
-    """Return the bytes of the whole policy in the type of the forward. shard: bytes of this rank's master weights."""
+    """Return the bytes of all policy weights in the model's dtype. shard: bytes of this rank's master weights."""
     width = DTYPES[cfg.model.dtype].itemsize
     return shard * (len(world.roles.trainers) // cfg.parallel.dp_replicate) * width // max(width, 4)

@@ -77,7 +77,7 @@ class JobRun(Generic[C]):
         return stats.reduce(lambda x, op: all_reduce(x, op, group), device)
 
     def checkpoint(self, step: int) -> None:
-        """Check that all ranks agree after a step, save if that is due, and leave on a preemption. Collective."""
+        """Check that all ranks agree after a step, save if that is due, and stop at a preemption. Collective."""
         self.checkpoints.step_done(step, self.held())
 
     def held(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Pushes weights into engines: each rank gets the weights that its engine reads, and checksums are compared.
+"""Sends weights to engines ("push"): each rank gets the weights that its engine reads, and checksums are compared.
 
 Trainer and engine may use different layouts ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy lists the
 pieces of tensors that a rank has, the engine lists the pieces that it reads, and `weights/reshard.py` sends the missing
@@ -34,7 +34,7 @@ from spmdrl.weights.reshard import (
 
 @dataclass
 class PushReport:
-    """The result of a weight push on this rank."""
+    """The result of sending weights to the engines, on this rank."""
 
     version: int
     bytes: int
@@ -82,10 +82,10 @@ class Transfer:
         bucket_bytes: int,
         parts: tuple[Part, ...] = ("model",),
     ):
-        """policy: the source, None on ranks that do not train. engine: the target, None on ranks that do not sample.
+        """Create the transfer. policy: None on ranks that do not train. engine: None on ranks that do not sample.
 
         dtype: type of the engine's weights. bucket_bytes: maximum number of bytes that are sent together. parts: the
-        parts of a policy that the engine needs. All parts but the last are pushed only if an engine has no weights yet.
+        parts of a policy that the engine needs. All parts but the last are sent only if an engine has no weights.
         """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
         self.bucket_bytes, self.parts = bucket_bytes, parts
@@ -113,7 +113,7 @@ class Transfer:
         """Send the policy's weights of this version to every engine. Collective over all ranks.
 
         Raises:
-            CorruptWeightsError: checksums differ, or the engine's memory differs from the push.
+            CorruptWeightsError: checksums differ, or the engine's memory differs from the weights that were sent.
         """
         due = self._due()
         for part in due:

@@ -1,4 +1,4 @@
-"""Sets up one log file for each rank. Only rank 0 writes to the console, because lines of several ranks would mix."""
+"""Sets up one log file for each rank. Only rank 0 shows log messages on the console, so that ranks do not mix."""
 
 import logging
 import os

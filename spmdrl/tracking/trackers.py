@@ -135,7 +135,7 @@ def keep_wandb_id(run_dir: str | os.PathLike[str], run_id: str) -> None:
 
 
 class WandbTracker:
-    """A wandb run in `<run_dir>/wandb`. Without a wandb account the run stays offline, for a later `wandb sync`."""
+    """A wandb run in `<run_dir>/wandb`. Without an API key the run stays offline, for a later `wandb sync`."""
 
     def __init__(
         self, run_dir: str | os.PathLike[str], project: str, name: str, config: Mapping[str, Any], resume_step: int = 0

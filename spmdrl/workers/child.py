@@ -121,7 +121,7 @@ C = TypeVar("C", bound=Child)
 def spawn(
     kind: type[C], module: str, selector: selectors.BaseSelector, hello: dict[str, Any], variables: dict, python: str
 ) -> C:
-    """Start `python -m module <pid of this process>`, send the line `hello` to it, and return the child.
+    """Start `python -m module <pid of this process>`, send it `hello` as one line of JSON, and return the child.
 
     kind: class of the returned child. selector: will watch the child's pipes. variables: additional environment
     variables. python: interpreter of the child; if empty, that of this process.
@@ -144,7 +144,7 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment variables without those of a rank. They give a child one thread and no GPU."""
+    """Return the variables of a child: those of this process without those of a rank, with one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }

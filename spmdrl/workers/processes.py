@@ -1,8 +1,8 @@
 """The processes of a pool: starts them, exchanges JSON lines with them, watches deadlines, and replaces them.
 
-A process first sends `{"ready": true}`. It sends `{"loading": true}` before it loads a file and `{"loading": false}`
-after that; while it loads, deadlines of answers do not apply. `{"alive": true}` is a heartbeat. All other lines are for
-the pool.
+A process sends `{"ready": true}` once it has started. It sends `{"loading": true}` before it loads a file and
+`{"loading": false}` after that; while it loads, deadlines of answers do not apply. `{"alive": true}` is a heartbeat.
+All other lines are for the pool.
 """
 
 import json
@@ -49,16 +49,16 @@ class Listener(Protocol):
         ...
 
     def on_timeout(self, process: Any, /) -> None:
-        """Replace a process that missed its deadline or did not start in time."""
+        """Handle a process that missed its deadline or did not start in time: replace it, or raise an exception."""
         ...
 
     def on_exit(self, process: Any, how: str, /) -> None:
-        """Replace a process that exited. how: the result of `Child.end`."""
+        """Handle a process that exited: replace it, or raise an exception. how: the result of `Child.end`."""
         ...
 
 
 class Processes(Generic[P]):
-    """A fixed number of processes. A process that ends is replaced by another, unless it is retired."""
+    """Processes of one kind. Their listener decides whether a process that ended or hangs is replaced."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Processes(Generic[P]):
         self.all: list[P] = [self._spawn() for _ in range(count)]
 
     def send(self, process: P, message: dict[str, Any]) -> None:
-        """Send a line without waiting."""
+        """Send a message as one line of JSON, without waiting."""
         process.to_send += (json.dumps(message) + "\n").encode()
         process.flush()
 
