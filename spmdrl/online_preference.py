@@ -1,8 +1,8 @@
 """Learn from preferences between the policy's samples: `torchrun --nproc-per-node 8 -m spmdrl.online_preference ...`.
 
-The loop is that of `train.py` with another method (`rl/online_preference.py`): it compares the best and the worst
-sample of each prompt by their scores, computes no advantages, and updates the policy by a preference loss. This file
-leaves out the losses (`algos/preference.py`, `policy/objectives/pairs.py`) and everything that `train.py` leaves out.
+The loop is that of `train.py` with another method (`rl/online_preference.py`): it chooses by score the best and
+the worst sample of each prompt, or only the best (RAFT), and learns from them without advantages. This file leaves out
+the losses (`algos/preference.py`, `policy/objectives/pairs.py`) and everything that `train.py` leaves out.
 """
 
 from dataclasses import replace

@@ -12,13 +12,13 @@ steps.py          steps of a response, and rows of steps with labels
 row_columns.py    reads further columns of a row, and lists those that nothing reads
 chat.py           chooses the chat template, and renders and tokenizes a prompt
 rendering.py      renders dialogues by a chat template
-turns.py          finds the text that an assistant generates in a rendered dialogue, and proves it
+turns.py          finds the text that an assistant generates in a rendered dialogue
 turn_end.py       finds the control token that ends a turn
 shown.py          checks that a template shows turns, tools and variables
 template_ends.py  the tokens by which a chat template ends an assistant's turn
 tokens.py         tokens of a rendered dialogue with a loss mask
 conversation.py   tokens of a conversation around those that a policy samples
-turn_tail.py      finds and proves the text between an assistant's turn and the next prompt
+turn_tail.py      finds the text between an assistant's turn and the next prompt
 controls.py       separates the text of messages from control tokens
 segment.py        tokens of an episode that were sampled or observed together
 episode.py        one sample of a prompt: a tree of segments, and its reward

@@ -1,6 +1,6 @@
 """Many episodes packed end to end: per-token tensors [T], per-sequence tensors [B], no padding.
 
-Row t of a per-token tensor describes token t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
+Element t of a per-token tensor describes token t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
 sequence). The first token of a sequence has no logp; its mask is False.
 
 An episode that branches has one sequence for each of its paths. They are adjacent, and the last one is the path on
@@ -30,22 +30,22 @@ class Batch:
     lengths: int64 [B].
 
     token: name -> [T]. Sampled episodes always have tokens, version (int64), mask (bool) and rollout_logp (float32);
-    given rows (`supervised/`) have tokens and mask. Optional are experts (int16 [T, W], see `Episode`) for routing
-    replay; turn, state and parent (int64, see `Segment`) for advantages that use turns; and turn_reward (float64), the
-    reward of a turn at its last sampled token. mask is the loss mask. If it omits sampled tokens, sampled (bool) marks
-    all tokens that the policy sampled. mask and sampled are False for tokens that an earlier path of the episode
-    contains.
+    rows of supervised data (`supervised/`) have tokens and mask. Optional are experts (int16 [T, W], see `Episode`) for
+    routing replay; turn, state and parent (int64, see `Segment`) for advantages that use turns; and turn_reward
+    (float64), the reward of a turn at its last sampled token. mask is the loss mask. If it omits sampled tokens,
+    sampled (bool) marks all tokens that the policy sampled. mask and sampled are False for tokens that an earlier path
+    of the episode contains.
 
     seq: name -> [B]. Sampled episodes always have prompt, sample, position, version, finish, turns (int64), reward and
-    baseline (float64), equal for all paths of an episode; given rows have sample and position. path (int64) is the
+    baseline (float64), equal for all paths of an episode; supervised rows have sample and position. path (int64) is the
     number of the sequence's path, and paths (int64) the number of paths of its episode; in a batch without these
     columns every sequence is an episode. If a batch repeats an episode, the path numbers of each copy continue those of
     the copy before it.
 
-    host: the batch in host memory of which this one is a copy on a device; a batch in host memory is its own.
+    host: the batch in host memory from which this one was copied to a device; a batch in host memory refers to itself.
 
-    plans: results that passes over the batch computed from its tokens and keep for later passes. Batches with the same
-    tokens may share them.
+    plans: a cache of results that depend only on the batch's tokens, for later passes over it. Batches with the same
+    tokens may share it.
     """
 
     lengths: torch.Tensor
@@ -170,7 +170,7 @@ class Batch:
         return torch.repeat_interleave(x_B, self.lengths, output_size=self.n_tokens)
 
     def where(self, test: Callable[["Batch"], torch.Tensor]) -> torch.Tensor:
-        """Return the indices at which `test` of this batch, bool [n], is True, int64 [m]; the host computes them."""
+        """Return the indices, int64 [m], at which `test` of this batch, bool [n], is True; computed on the host."""
         return to_device(torch.nonzero(test(self.host)).flatten(), self.device)
 
     def group_differs(self) -> torch.Tensor:

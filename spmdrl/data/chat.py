@@ -102,14 +102,14 @@ def encode(
 ) -> tuple[list[int], str]:
     """Return the tokens of a prompt, and the text that they encode.
 
-    prompt: text, or messages `{"role": ..., "content": ...}`, the last of which the policy answers. system: message
-    that is put first, unless it is empty. prefill: beginning of the reply, appended as text. chat: `on`, `off` or
-    `auto` (on if there is a template). chat_template: jinja text (`template_text`) instead of the tokenizer's template.
-    tools: JSON schemas that the template shows. more: variables of the template.
+    prompt: text, or messages `{"role": ..., "content": ...}`, the last of which the policy answers. system: text of a
+    system message that is put first, unless it is empty. prefill: beginning of the reply, appended as text. chat: `on`,
+    `off` or `auto` (on if there is a template). chat_template: jinja text (`template_text`) instead of the tokenizer's
+    template. tools: JSON schemas of tools, for the template. more: variables of the template.
 
     A text rendered by a template contains all special tokens, so none are added. Without a template, the tokenizer adds
-    special tokens at the front. If the tokenizer appends an end token, it is removed: the policy continues the text.
-    Raises ValueError if prompt, template and settings do not fit together.
+    special tokens at the front. If the tokenizer appends an end token, it is removed, because the policy continues the
+    text. Raises ValueError if prompt, template and settings do not fit together.
     """
     has_template = bool(chat_template or getattr(tokenizer, "chat_template", None))
     if chat not in ("auto", "on", "off"):

@@ -1,8 +1,8 @@
 """Renders the messages between the turns of a policy as tokens, which follow the tokens that the policy sampled.
 
 After an assistant's turn the context continues with the text that the chat template puts between the turn and the next
-generation prompt (`turn_tail.py` finds and proves it). This text begins with the control token that ends the turn, and
-is tokenized separately.
+generation prompt (`turn_tail.py` finds it, and checks that it does not depend on the assistant's words). This text
+begins with the control token that ends the turn, and is tokenized separately.
 
 Some templates render earlier turns differently once a message follows (those of Qwen3 and gpt-oss omit the turns'
 thoughts). With history "keep" the context continues as it was sampled, and no sampled token is rendered again. With
@@ -49,13 +49,14 @@ class Conversation:
     """Renders the messages of conversations as tokens, by one tokenizer and one chat template."""
 
     def __init__(self, tokenizer: Any, template: str = "", history: str = "keep", more: dict | None = None):
-        """Prove that the template can render conversations.
+        """Check that the template can render conversations.
 
         template: jinja text that replaces the tokenizer's template. history: "keep" appends to the context as it was
-        sampled; "branch" forks if the template renders earlier messages differently. more: variables of the template.
+        sampled; "branch" begins a branch if the template renders earlier messages differently. more: variables of the
+        template.
 
         Raises ValueError if the history has another value, or, naming the template, if the template cannot continue a
-        test conversation. With "keep", the text that the template puts between two turns must be proved.
+        test conversation. With "keep", it must also be certain which text the template puts between two turns.
         """
         if history not in ("keep", "branch"):
             raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
@@ -117,9 +118,9 @@ class Conversation:
     def begin(self, messages: list[dict], tools: list | None = None, hidden: bool = False) -> list[int]:
         """Return the tokens of the first prompt, which end with the generation prompt.
 
-        messages: the policy answers the last one. tools: OpenAI function schemas. With tools it is proved that the
-        prompt shows each of them and that the conversation can continue after a call. hidden: True if the template may
-        leave the tools out.
+        messages: the policy answers the last one. tools: OpenAI function schemas. With tools, this method
+        checks that the prompt shows each of them and that the conversation can continue after a call. hidden: True if
+        the template may leave the tools out.
 
         Raises ValueError if there are no messages, if the last one is an assistant's, or if the template refuses the
         messages, leaves out a tool or a message that is not an assistant's, or cannot continue after a call.
@@ -150,7 +151,7 @@ class Conversation:
 
         If the turn ended with another token than the template's, the context continues after that token. If the turn
         did not end, the missing end is appended as observed tokens. If the template refuses the turn as a message,
-        there is no fork.
+        `Next.fork` is None.
 
         Raises ValueError if there are no new messages, if the last one is an assistant's, or if the template refuses
         them or does not show them after the turn.
@@ -214,7 +215,7 @@ class Conversation:
         self._tools_shown.add(key)
 
     def _proved(self, marked: _Marked, turn: int) -> tuple[Tail | None, TemplateError | None]:
-        """Return the tail proved by the first form in SHAPES that the template accepts, or None and the last error."""
+        """Return the `Tail` by the first form in SHAPES that the template accepts, or None and the last error."""
         messages = marked.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
@@ -261,7 +262,7 @@ class Conversation:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _appended(self, tail: Tail, mark: str, tokens: list[int], ended: bool) -> list[int]:
-        """Return the tokens of the tail, without those with which the sampled turn has already ended."""
+        """Return the tokens to append after a sampled turn: the tail's, without those that the turn ends with."""
         ids, end = self.controls.tokens(tail.text, mark), self._end(tail.text[: tail.closing], mark)
         leading = next((i for i, token in enumerate(ids) if token not in self.controls.ids), len(ids))
         if ended and tokens and tokens[-1] in ids[:leading]:

@@ -2,9 +2,8 @@
 
 For given sources, the order depends only on the seed and on the number of rows drawn before (law 3). Prompts and the
 rows of an indexed source are permuted anew in every epoch, unless shuffling is off. A stream is cut into blocks, each
-permuted in memory. With weights, each row
-comes from the source that is furthest behind its share, so that every stretch of rows follows the mixture. Without
-weights, sources are joined end to end and permuted together.
+permuted in memory. With weights, each row comes from the source that is furthest behind its share, so that every
+stretch of rows follows the mixture. Without weights, sources are joined end to end and permuted together.
 """
 
 from bisect import bisect_right

@@ -1,7 +1,7 @@
 """Reads rows of preference data: two responses to one prompt, or one response with a label.
 
-- A pair: `chosen` and `rejected`, each text or messages. The prompt is in a separate column, or it is the beginning
-  that both dialogues share (TRL, UltraFeedback, HH-RLHF).
+- A pair: `chosen` and `rejected`, called its sides, each text or messages. The prompt is in a separate column, or it
+  is the beginning that both sides share (TRL, UltraFeedback, HH-RLHF).
 - A labelled response: `prompt`, `completion` and `label`, which is true for a good response (KTO).
 """
 
@@ -41,7 +41,7 @@ class PreferenceColumns(Columns):
 
 @dataclass
 class Preference:
-    """One row of preference data."""
+    """One row of preference data: a pair, or a labelled response."""
 
     sides: dict[int, Example] = field(default_factory=dict)
     """CHOSEN and REJECTED -> the example of that side; a labelled response has only one side."""
@@ -165,5 +165,5 @@ def _split(given: list[str]) -> tuple[str, list[str]]:
         common -= 1
     common -= given[0][:common].endswith(" ")
     if not given[0][:common].strip():
-        raise RowError("it has no prompt: no column holds one, and its sides have no beginning in common")
+        raise RowError("it has no prompt: no column holds one, and its chosen and rejected texts begin differently")
     return given[0][:common], [text[common:] for text in given]

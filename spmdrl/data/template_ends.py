@@ -30,7 +30,7 @@ def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
     """Return the ids of the control tokens by which a template ends turns; the first one ends an answer in plain text.
 
     A turn with tool calls may end with another token. A token that also occurs inside of turns, such as after a thought
-    or a call, is left out. Empty if there is no template, or if no end of a turn can be proved.
+    or a call, is left out. Empty if there is no template, or if it is not certain where turns end.
     """
     if not template:
         return ()

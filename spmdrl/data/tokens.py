@@ -2,8 +2,8 @@
 
 The text of a sequence is tokenized as a whole. If a token other than a control token would lie across the beginning or
 the end of a turn, or if the tokenizer does not tell where tokens lie, the text is cut at these borders and each piece
-is tokenized by itself. A turn then begins with a new token, as when a model
-generates it. The tokens of all pieces together must decode to the same text.
+is tokenized by itself. A turn then begins with a new token, as when a model generates it. The tokens of all pieces
+together must decode to the same text.
 """
 
 from collections.abc import Sequence as Many

@@ -1,12 +1,13 @@
 """A tree of shared tokens: the common beginning of a prompt's samples, or of an episode's paths, is in it only once.
 
-A pack [T] contains all sequences in full, end to end. The transformer runs on the tree's tokens [R] instead: tokens
-that sequences share are computed once, and autograd sums their gradient over the sequences. The hidden states are then
-copied back to the tokens of the pack, so heads and losses are independent of the tree.
+A packed batch, or pack, [T] contains all sequences in full, end to end. The transformer runs on the tree's tokens [R]
+instead: tokens that sequences share are computed once, and autograd sums their gradient over the sequences. The hidden
+states are then copied back to the tokens of the pack, so heads and losses are independent of the tree.
 
-B: number of sequences of the pack. N: number of nodes of the tree. A node is a run of tokens that the same sequences
-share; it attends to itself and its ancestors. The samples of a prompt share all tokens before their first sampled one,
-if all of these tokens are equal. The paths of an episode share the longest beginning in which they are equal.
+B: number of sequences of the pack. N: number of nodes of the tree. A node is a range of tokens shared by the same
+sequences; each token attends to itself, to earlier tokens of its node and to the node's ancestors. The samples of a
+prompt share all tokens before their first sampled one, if all of these tokens are equal. The paths of an episode share
+the longest beginning in which they are equal.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ class Tree:
     """The mapping between the tokens of a pack and those of its tree. All tensors are on the host."""
 
     keep: torch.Tensor
-    """int64 [R]: for each row of the tree, the index of its token in the pack. The rows of all roots come first."""
+    """int64 [R]: for each token of the tree, its index in the pack. The tokens of all roots come first."""
     place: torch.Tensor
-    """int64 [T]: for each token of the pack, the row of the tree that holds it."""
+    """int64 [T]: for each token of the pack, its index in the tree."""
     positions: torch.Tensor
-    """int64 [R]: for each row of the tree, the position of its token in the sequences that share it."""
+    """int64 [R]: for each token of the tree, its position in the sequences that share it."""
     lengths: list[int]
-    """[N]: number of tokens of each node, at least 1. The nodes' rows lie end to end in the tree, roots first."""
+    """[N]: number of tokens of each node, at least 1. The nodes lie end to end in the tree, roots first."""
     parents: list[int]
     """[N]: the node that each node follows, -1 for a root."""
 

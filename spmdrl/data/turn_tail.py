@@ -1,10 +1,10 @@
-"""Finds the text that a chat template puts between an assistant's turn and the next generation prompt, and proves it.
+"""Finds the text that a chat template puts between an assistant's turn and the next generation prompt.
 
 The dialogue is rendered twice with the answers that follow the turn, and twice without them. Stand-ins that differ
 between the two renderings replace all texts of assistants, so the end that both share does not depend on the
 assistant's words. The control token that ends the turn is the last one that occurs both with and without the answers;
-`end_of_turn` names the exceptions. A rendering with other answers proves that the text up to this token is independent
-of the answers, and that each answer is shown.
+`end_of_turn` names the exceptions. A rendering with other answers shows whether the text up to this token is
+independent of the answers, and whether each answer is shown; if not, an error is raised.
 """
 
 import re
@@ -78,7 +78,8 @@ def tail_of(
 
     ends: a cache of the text after a last turn, which depends only on the template and the form of the stand-in.
 
-    Raises TemplateError, which names the reason, if the template refuses the stand-ins or a proof fails.
+    Raises TemplateError, which names the reason, if the template refuses the stand-ins, leaves out the turn or
+    an answer to it, or renders the turn differently when its answers change.
     """
     new = whole.messages[turn + 1 :]
     past = [Dialogue(_standins(whole.messages, turn, which, shape), whole.tools, whole.more) for which in (0, 1)]

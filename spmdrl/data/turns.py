@@ -1,4 +1,4 @@
-"""Finds the text that an assistant generates in a rendered dialogue, and proves it for each turn.
+"""Finds the text that an assistant generates in a rendered dialogue, and refuses turns whose place is not certain.
 
 Every turn is examined as a model generates it: as the last message of a dialogue. Let P be the rendering of the
 messages before the turn with the generation prompt, and E the rendering of the messages up to and including the turn.
@@ -71,8 +71,8 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
     There is one sequence if the template never changes earlier renderings. Messages after the last turn are left out.
     trained: indices of the turns that are trained, which must be shown completely; None for all turns.
 
-    Raises TemplateError if the template refuses the dialogue or does not show one of its messages, or if the range of
-    a turn cannot be proved. The error names the message, counted from 1.
+    Raises TemplateError if the template refuses the dialogue or does not show one of its messages, or if it is not
+    certain where a turn begins and ends in the rendered text. The error names the message, counted from 1.
     """
     upto = _beginnings(render, dialogue)
     turns = [i for i, m in enumerate(dialogue.messages) if m["role"] == "assistant"]
@@ -179,8 +179,8 @@ def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, w
     at = written.rfind(joint, 0, len(commonprefix([written, *others])))
     if not joint or at < 0 or _holds_message_before(render, dialogue, i, joint):
         raise TemplateError(
-            "the template renders the text before this turn differently once the turn is there, so that the beginning "
-            "of the turn cannot be proved"
+            "the template renders the text before this turn differently once the turn is there, so it cannot be "
+            "determined where the turn begins"
         )
     return at + len(joint)
 

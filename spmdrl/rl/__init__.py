@@ -8,7 +8,7 @@ rollout.py       one rollout: takes prompts, samples responses, passes on observ
 engine_models.py loads frozen models into the run's engine
 engine_judges.py judges on the run's engine
 grade.py         passes episodes to the reward function and collects their rewards
-environment.py   the contract of environments that the policy acts in, and the environment of single-turn episodes
+environment.py   the interface of environments that the policy acts in, and the environment of single-turn episodes
 agents.py        conversations with environments in worker processes
 conversation_state.py  the state of an episode's conversation, from which another step or process can continue it
 fill_batch.py    collects the results of rollouts until a step has enough prompts

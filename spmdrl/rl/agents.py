@@ -28,8 +28,8 @@ from spmdrl.spmd.seeds import seed_for
 SEED = 0x454E56
 """Part of the key of environments' seeds; it makes them differ from all other seeds of the run."""
 CHARACTERS = 200
-"""Assumed maximum number of characters in a token. A text with more characters than this times the token limit counts
-as too long without being tokenized."""
+"""Assumed maximum number of characters in a token. A text with more characters than this number times the limit on
+tokens is too long, and is not even tokenized."""
 
 
 class Agents(Environment):
@@ -75,7 +75,7 @@ class Agents(Environment):
         self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
 
-    # ── the contract ─────────────────────────────────────────────────────────
+    # ── methods of `Environment` ─────────────────────────────────────────────
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """Implements `Environment.open`."""

@@ -146,14 +146,14 @@ class Alignment:
     def places(
         self, batch: Batch, read: Batch, kept: list[int], found: list[Aligned]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[range]]:
-        """Return where the tokens of the N aligned spans are, as row numbers in the two batches.
+        """Return the positions of the tokens of the N aligned spans in `batch` (student) and `read` (teacher).
 
         In each span the distributions at one base token of the student and at one of the teacher are compared.
 
         Returns:
-            The rows of the base tokens: the student's in `batch` [N] and the teacher's in `read` [N].
-            For each of the teacher's M other tokens, the number of its span [M] and its row in `read` [M].
-            For each span, the range of its rows in `batch`.
+            The positions of the base tokens: the student's in `batch` [N] and the teacher's in `read` [N].
+            For each of the teacher's M other tokens, the number of its span [M] and its position in `read` [M].
+            For each span, the range of its positions in `batch`.
         """
         last = self.cfg.distill.merge == "last"
         starts = [
@@ -174,7 +174,7 @@ class Alignment:
 
     @torch.no_grad()
     def factors(self, read: Batch, states_UE: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:
-        """Return the teacher's logp of the tokens in the given rows of `read`, on the host.
+        """Return the teacher's logp of the tokens at the positions `rows_M` of `read`, on the host.
 
         Collective over the ranks that train.
         """

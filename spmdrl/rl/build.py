@@ -144,7 +144,7 @@ def read_sources(session: Session[Config]) -> Sources:
 
 
 def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
-    """Build and check the models of a run, and set up the readers of reward models' scores. Collective over all ranks.
+    """Build and check the models of a run, and set up scoring by reward models. Collective over all ranks.
 
     Raises:
         ValueError: a model is unsuitable for its role, or computes wrong numbers on this machine.

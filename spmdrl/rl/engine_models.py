@@ -21,7 +21,7 @@ UNSEEN = frozenset(
         *("attention_dropout", "max_window_layers", "quantization_config", "id2label", "label2id"),
     }
 )
-"""Keys of config.json that may differ from the policy's, because they do not affect the engine's forward."""
+"""Keys of config.json that may differ from the policy's, because they do not affect the engine's forward pass."""
 
 
 class EngineModels:
@@ -44,7 +44,7 @@ class EngineModels:
         """Open a model's folder. setting: the setting that contains the path.
 
         Raises:
-            ValueError: the model has another tokenizer than the policy, or its config.json describes another forward.
+            ValueError: the model has another tokenizer than the policy, or another architecture by its config.json.
         """
         trust, prefix = self.cfg.model.trust_remote_code, f"{setting} {path}"
         with named(setting):

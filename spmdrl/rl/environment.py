@@ -1,4 +1,4 @@
-"""The contract of environments: they begin episodes, answer each response with an observation, and end episodes."""
+"""The interface of environments: they begin episodes, answer each response with an observation, and end episodes."""
 
 import json
 from dataclasses import dataclass, field

@@ -91,8 +91,9 @@ class Grading:
 
     def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
         """Wait for the rewards of finished groups; return False if the rollout was abandoned while waiting."""
-        # Episodes of a carried group that ended in an earlier step are graded again. Grading is usually cheap, and
-        # checkpoints then need not store rewards. A grader that needs groups has already received all episodes.
+        # Episodes of a carried group (`rl/rollout_plan.py`) that ended in an earlier step are graded again. Grading is
+        # usually cheap, and checkpoints then need not store rewards. A grader that needs groups has already received
+        # all episodes.
         for group in groups:
             for episode in group.episodes:
                 if episode.phase != "grading":

@@ -31,7 +31,7 @@ makes two samples a pair."""
 
 
 class OnlinePreference(PolicyGradient):
-    """The learning method that applies preference losses to pairs of the policy's samples."""
+    """The learning method that applies a preference loss to pairs of samples, or learns only from the best samples."""
 
     replays = False
 
@@ -85,7 +85,9 @@ class OnlinePreference(PolicyGradient):
         return torch.tensor(found, dtype=torch.int64)
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the samples to learn from with the reference's logp; the two samples of a pair are adjacent.
+        """Return the samples to learn from, with the reference's logp if the run has a reference.
+
+        The two samples of a pair are adjacent, the better one first.
 
         Collective over the ranks that train and those that score.
 
@@ -123,7 +125,7 @@ class OnlinePreference(PolicyGradient):
         return super().answer(batch)
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the pairs unchanged, because their losses need no advantages."""
+        """Return the samples unchanged, because their losses need no advantages."""
         return batch
 
     def update(self, pairs: Batch, step: int) -> Metrics:

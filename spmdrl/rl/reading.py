@@ -44,7 +44,8 @@ class Scores:
 class AtLast:
     """Reads the score at the last sampled token; if the model gives several, their mean.
 
-    It is used for a model that no file describes, and when a job is only planned (`spmdrl.plan`).
+    It is used for a model that `--reward.model` names without a YAML file, for a cost model, and when a job is only
+    planned (`spmdrl.plan`).
     """
 
     prefix: str = "the reward model"
@@ -56,7 +57,7 @@ class AtLast:
     names: tuple[str, ...] = ()
 
     def of(self, prompts: PromptSet) -> "AtLast":
-        """Return a reader of responses to other prompts, with the same settings."""
+        """Return an object that scores responses to other prompts, with the same settings."""
         return self
 
     def read(self, batch: Batch, model: Policy) -> Scores:
@@ -95,7 +96,7 @@ class Reading:
         return self.labels.names
 
     def of(self, prompts: PromptSet) -> "Reading":
-        """Return a reader of responses to other prompts, with the same settings."""
+        """Return an object that scores responses to other prompts, with the same settings."""
         if self.rewriter is not None:
             self.rewriter.check(prompts.prompts)
         return replace(self, prompts={prompt.index: prompt for prompt in prompts.prompts})
@@ -280,7 +281,7 @@ def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> to
 
 
 def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
-    """Return the reader of a classifier without a file that describes it; None without a path."""
+    """Return an `AtLast` for the classifier at `path`, which no YAML file describes; None without a path."""
     if not path:
         return None
     config = read_config(resolve(path, trust_remote_code), trust_remote_code)
@@ -288,7 +289,7 @@ def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
 
 
 def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | AtLast | None:
-    """Return the reward model's reader of responses to the prompts; None without a reward model.
+    """Return the object that scores responses to the prompts with the reward model; None without a reward model.
 
     Raises:
         ValueError: the reward model's tokenizer is missing or cannot render the prompts, or the reward model has other

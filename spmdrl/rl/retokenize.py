@@ -1,8 +1,8 @@
-"""Converts responses to the tokens of another tokenizer: a reward model's (Rewriter) or a teacher's (Pair).
+"""Encodes responses with the tokenizer of a reward model (`Rewriter`) or of a teacher (`Pair`).
 
 A policy may write text that is a special token of the reward model's tokenizer, with which it could end its turn and
-forge others. `Rewriter` inserts a blank into this text. `Pair` finds spans of text that consist of complete tokens of
-both tokenizers.
+begin another role's. `Rewriter` inserts a blank into this text. `Pair` finds spans of text that consist of complete
+tokens of both tokenizers.
 """
 
 from bisect import bisect_left
@@ -31,12 +31,12 @@ Span = tuple[range, range]
 
 
 class Rewriter:
-    """Converts a prompt and a response to the tokens of another tokenizer."""
+    """Encodes a prompt and a response with a reward model's tokenizer."""
 
     def __init__(self, tokenizer: Any, prefix: str, pad: int | None):
         """tokenizer: the reward model's. prefix: start of error messages.
 
-        pad: padding token, which is skipped to find the score.
+        pad: padding token; as in transformers, the score is at the last other token.
         """
         self.tokenizer, self.prefix, self.pad = tokenizer, prefix, pad
         self.control = control_words(tokenizer)
@@ -193,7 +193,7 @@ def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Aligned:
-    """A response in the tokens of student and teacher."""
+    """A response in the teacher's tokens, and the spans of text that both tokenizers encode by complete tokens."""
 
     spans: list[Span]
     teacher: list[int]

@@ -117,7 +117,7 @@ class Rollout:
         if self.environment.most_open:
             room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
-        # All ranks of the engine must make the same calls of the queue, even when they take no group.
+        # `queue.take` may be collective over the engine; all of its ranks have the same room, and make the same call.
         for place in self.queue.take(room - len(taken)):
             taken.append(self.plan.group(place))
             self.begun = place + 1

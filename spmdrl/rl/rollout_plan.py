@@ -1,4 +1,7 @@
-"""Plans of rollouts, the groups of episodes that they sample, and the experience that results from them."""
+"""Plans of rollouts, the groups of episodes that they sample, and the experience that results from them.
+
+A carried group is one that a rollout cut short or did not begin, and that a later rollout continues.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,7 +18,7 @@ from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 ASK_EVERY = 16
-"""Every this many polls, the ranks of an engine decide together whether to abandon the rollout."""
+"""Number of polls after which the ranks of an engine decide together, each time, whether to abandon the rollout."""
 
 
 @dataclass

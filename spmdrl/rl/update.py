@@ -49,7 +49,10 @@ def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -
 
 
 def adapt_coefficients(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
-    """Adapt the KL coefficient and the Lagrange multiplier, if the run uses them. values: metrics of all ranks."""
+    """Adapt the KL coefficient (`--algo.kl-target`) and the Lagrange multiplier of a run with costs.
+
+    values: metrics of all ranks. samples: number of samples of the step.
+    """
     if cfg.algo.kl_target is not None and "kl/mean" in values:
         algo.state["kl_coef"] = adaptive_coef(
             algo.state["kl_coef"], values["kl/mean"], cfg.algo.kl_target, cfg.algo.kl_horizon, samples

@@ -130,7 +130,7 @@ BAD_ROWS = {
     "it needs chosen and rejected, or a prompt": {"chosen": "right"},
     "its label is str": {"prompt": "one", "completion": "two", "label": "yes"},
     "its margin is str": {"prompt": "one", "chosen": "right", "rejected": "wrong", "margin": "much"},
-    "its sides have no beginning in common": {"chosen": "right", "rejected": "wrong"},
+    "its chosen and rejected texts begin differently": {"chosen": "right", "rejected": "wrong"},
     "its sides have no message in common": {"chosen": [GOOD], "rejected": [BAD]},
     "its sides are int": {"prompt": "one", "chosen": 3, "rejected": 5},
     "its sides are dict": {"chosen": {"a": 1}, "rejected": {"b": 2}},

@@ -204,7 +204,7 @@ def test_an_opening_whose_beginning_is_not_that_of_an_answer_is_refused_by_name(
         "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
     )
     render = Renderer(tokenizer_for(template), template)
-    with pytest.raises(TemplateError, match=r"message 1 \(assistant\): .* cannot be proved; the dialogue begins with"):
+    with pytest.raises(TemplateError, match=r"message 1 \(assistant\): .* the turn begins; the dialogue begins with"):
         sequences_of(render, Dialogue(ORDERS["an opening"]))
 
 
