@@ -194,7 +194,7 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
 
 
 def win_rate(x: Samples) -> Result:
-    """Win rate: SPPO's estimate of the probability that a response beats another response of the policy.
+    """Win rate: SPPO's estimate of the probability that a response beats another response of the policy, minus 1/2.
 
     Source: https://arxiv.org/abs/2405.00675
 

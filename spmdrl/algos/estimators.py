@@ -41,7 +41,7 @@ class Advantage:
 
 
 def own_advantage(function: Callable[..., Result]) -> Advantage:
-    """Return the table row of a user's function. The function can have an attribute `needs`, a tuple of the names of
+    """Return an `Advantage` with a user's function. The function can have an attribute `needs`, a tuple of the names of
     the fields of Samples that it requires.
     """
     return Advantage(function, needs=getattr(function, "needs", ()), compares=False)

@@ -43,7 +43,7 @@ class Loss:
 
 
 def own_loss(function: Callable[..., LossResult]) -> Loss:
-    """Return the table row of a user's loss function.
+    """Return a `Loss` with a user's function.
 
     The scope is `token` if the function has an attribute `token_separable` that is True, or if the function is a
     built-in loss with the scope `token`. In all other cases the scope is `sequence`.

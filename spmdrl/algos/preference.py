@@ -151,7 +151,7 @@ def sigmoid_norm(x: Pairs, *, beta: float, label_smoothing: float, divergence: s
 
 
 def aot(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """AOT for pairs (https://arxiv.org/abs/2406.05882): compares margins of policy and reference with the same rank."""
+    """AOT for pairs (https://arxiv.org/abs/2406.05882): compares margins of policy and reference of equal rank."""
     return _smoothed(beta * (x.chosen - x.rejected - x.matched["aot"][:, 0]), label_smoothing)
 
 
@@ -160,7 +160,7 @@ def aot_unpaired(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tens
     matched = x.matched["aot_unpaired"]
     chosen = _smoothed(beta * (x.ratio_chosen - matched[:, 0]), label_smoothing)
     rejected = _smoothed(beta * (matched[:, 1] - x.ratio_rejected), label_smoothing)
-    # The sums of `chosen` and `rejected` over the step are equal. Adding both gives the gradient of both sides, and
+    # The sums of `chosen` and `rejected` over the step are equal. Adding both gives the gradient of both, and
     # subtracting the detached `rejected` leaves the value of the loss as it is.
     return chosen + rejected - rejected.detach()
 
@@ -198,7 +198,7 @@ def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, to
 
 
 def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return for each element of `mine` the element of `others` with its rank. Equal elements are ranked by index."""
+    """Return for each element of `mine` the element of `others` of equal rank. Equal elements are ranked by index."""
     rank = torch.argsort(torch.argsort(mine, stable=True), stable=True)
     return others.sort().values[rank]
 

@@ -38,17 +38,17 @@ def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, 
 
 @dataclass(frozen=True)
 class Samples:
-    """One step's experience on this rank, on the host. Floats are fp64; `seq` ascends.
+    """Inputs of an advantage estimator: this rank's sequences of one step. Tensors are on the CPU, floats fp64.
 
-    A sequence without a sampled token counts in its group as a sample with reward 0.
+    `seq` ascends. A sequence without a sampled token counts in its group as a sample with reward 0.
 
     Raises:
         ValueError: shapes that do not fit, or numbers that are not finite where the mask is True.
     """
 
     rewards: torch.Tensor = _given("T")
-    """Reward at each token, 0 where the mask is False. The reward of a turn is at the last sampled token of the turn.
-    The outcome is at the last sampled token of the last turn."""
+    """Reward at each token, 0 where the mask is False. The reward of a turn is at the last sampled token of the turn,
+    and the outcome at the last sampled token of the last turn. A KL term is at every sampled token."""
     mask: torch.Tensor = _given("T", "bool")
     """True where the policy sampled."""
     seq: torch.Tensor = _given("T", "integers")
@@ -131,7 +131,7 @@ class Samples:
         return [*rows_NK.unbind(1), places]
 
     def at_tokens(self, x_B: torch.Tensor) -> torch.Tensor:
-        """Return the value of each sequence at its sampled tokens: [B] -> [T], 0 elsewhere."""
+        """Return a tensor with each sequence's value at all of its sampled tokens, 0 elsewhere: [B] -> [T]."""
         return torch.where(self.mask, x_B.double()[self.seq], 0.0)
 
     def spread(self, x_S: torch.Tensor) -> torch.Tensor:

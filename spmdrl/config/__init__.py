@@ -9,7 +9,7 @@ online_preference.py  settings of preference learning on the policy's samples
 distillation.py  settings of distillation; divergence.py: settings of the divergence from a teacher
 presets.py       published methods by name, as settings
 builtin.py       a table of the rewards that come with spmdrl
-declare.py       declares a setting's default, valid values and readers, and whether a resume may change it
+declare.py       declares a setting's default, valid values, the jobs that read it, and whether a resume may change it
 fields.py        settings as flat dotted names; ConfigError; lines about settings to change
 load.py          makes one Config from files and flags
 raw_settings.py  reads the text of settings from the command line and YAML files, and parses it by type

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def advantage_of(cfg: Any) -> "Advantage":
-    """Return the table row of `--algo.advantage`, or a new row for a function in a user's file.
+    """Return the entry of `ADVANTAGES` that `--algo.advantage` names, or a new `Advantage` for a function in a user's
+    file.
 
     Raises ValueError as `load_function` does.
     """
@@ -25,7 +26,7 @@ def advantage_of(cfg: Any) -> "Advantage":
 
 
 def loss_of(cfg: Any) -> "Loss":
-    """Return the table row of `--algo.loss`, or a new row for a function in a user's file.
+    """Return the entry of `LOSSES` that `--algo.loss` names, or a new `Loss` for a function in a user's file.
 
     Raises ValueError as `load_function` does.
     """

@@ -17,7 +17,7 @@ C = TypeVar("C", bound=type)
 
 
 class Free:
-    """Reasons why a run may resume with another value of a setting: it does not change the weights that steps give."""
+    """Reasons why a run may resume with another value of a setting: it does not affect the weights after a step."""
 
     WATCHED = "place and length of a run, and how it is observed"
     KEPT = "results that a run shows and keeps"

@@ -80,7 +80,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """Return the run folder's `config.yaml`: `--config` reads it back to an equal config (except for secrets)."""
+    """Return the text of a run folder's `config.yaml`, which `--config` reads as an equal config (but for secrets)."""
     text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return f"{RESOLVED}\n{text}"
 

@@ -48,10 +48,10 @@ def on_cpu(config: Config) -> bool:
 
 
 def sleep_level(config: Config, on_cpu: bool) -> int:
-    """Return the sleep level; `auto` means 2, unless the run uses a CPU or pushes only adapters.
+    """Return the sleep level; `auto` means 2, or 1 if the run uses a CPU or sends only adapters to the engine.
 
-    At level 2 the engine drops its weights. The next push replaces them, so a copy on the host (level 1) would be
-    useless.
+    At level 2 a sleeping engine drops its weights. The trainer sends it new ones afterwards, so a copy on the host
+    (level 1) would be useless.
     """
     if config.rollout.sleep_level != "auto":
         return config.rollout.sleep_level
@@ -60,7 +60,7 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
 
 
 def starts_empty(config: Config) -> bool:
-    """Return True if vLLM or SGLang starts without weights and gets them by the first push, as the hf engine does.
+    """Return True if vLLM or SGLang starts without weights and first gets them from the trainer, as the hf engine does.
 
     With 8-bit weights both engines read the model's folder, because they quantise while reading.
     """
@@ -177,9 +177,10 @@ def adapter_problems(config: Config) -> list[str]:
 
 
 Part = Literal["model", "base", "adapter"]
-"""Part of a policy that is pushed: the model with merged adapters, the model without them, or the adapters alone."""
+"""Part of a policy that engines receive: the model with merged adapters, the model without them, or the adapters
+alone."""
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """Return the parts of the policy that are pushed to engines; if there are two, only the second changes later."""
+    """Return the parts of the policy that engines receive; if there are two, only the second changes later."""
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

@@ -72,7 +72,8 @@ class EvaluationConfig:
 
 
 def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config:
-    """Return the settings of a run that only evaluates, without other models or checkpoints.
+    """Return the settings of a run that only evaluates: it has the models that sample and score, but no reference and
+    no checkpoints.
 
     `data.train` names the evaluation's prompts, too. prompts: as `--eval.prompts`. steps: training steps; 0 because no
     model trains, or 1 where checks need a step.

@@ -160,8 +160,9 @@ def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
 def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry, str]]:
     """Return the entries that a preset in a later layer replaces, each with a line for the user, which may be empty.
 
-    A preset replaces the loss, the advantage and all other settings that it sets if earlier layers name them, and also
-    settings that only a replaced loss or advantage reads. Entries of the layer that names the preset override it.
+    A preset replaces the loss, the advantage and all other settings that it sets if earlier layers name them. If it
+    changes the loss (or the advantage), it also replaces the settings in `algo` that losses (or advantages) read.
+    Entries of the layer that names the preset override it.
 
     layers: the entries of each file, then those of the command line.
     """
@@ -197,9 +198,9 @@ def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
 
 
 def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
-    """Return the entries of a config.yaml that a run wrote which have the values of the run's preset or the defaults.
+    """Return the entries of a run's config.yaml that belong to its method and have the preset's or the default value.
 
-    If preset, loss and advantage are unchanged, the result is empty. These entries must not override the new method.
+    They must not override a new method. If preset, loss and advantage are unchanged, the result is empty.
     found: the file's entries. every: those of all files and flags.
     """
     theirs, chosen = ([_last(given, name) for name in METHOD] for given in (found, every))

@@ -80,7 +80,7 @@ def load_function(spec: str, table: Mapping[str, Any]) -> Any:
 
 
 def name_weight(spec: str, form: str, positive: bool = True) -> tuple[str, float | None]:
-    """Return both sides of `name=weight`; the weight is None without a `=`, or if the `=` belongs to a path.
+    """Return name and weight of `name=weight`; the weight is None without a `=`, or if the `=` belongs to a path.
 
     positive: True if weights must be above 0. Raises ValueError with the message `form` for an invalid weight or a
     missing name.

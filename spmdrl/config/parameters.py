@@ -31,7 +31,7 @@ def parameters_of(function: Callable) -> dict[str, str]:
 
 
 def read_by(row: "Loss | Advantage") -> frozenset[str]:
-    """Return the settings that the loss or advantage `row` reads, by dotted name."""
+    """Return the settings that a loss or an advantage reads, by dotted name. row: its entry in LOSSES or ADVANTAGES."""
     aggregated = () if getattr(row, "scope", "one per sequence") == "one per sequence" else ("algo.aggregation",)
     return frozenset({*parameters_of(row.function).values(), *aggregated})
 

@@ -26,16 +26,16 @@ def shown(config: Config, count: int, verb: str) -> str:
 
 
 def how_to_have_more(count: int) -> str:
-    """Return a hint on how to start more ranks than one; empty if there are several or a launcher set their number."""
+    """Return a hint on how to start more than one rank; empty if there are several, or if a launcher set the number."""
     if count > 1 or "WORLD_SIZE" in os.environ:
         return ""
     return " (torchrun starts more; for a dry run of N ranks set WORLD_SIZE=N)"
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
-    """Return a line for each role without ranks, and for settings of a role that no rank has.
+    """Return a line if no rank is left to sample or to train, and for each setting that needs `split` without it.
 
-    If there is a line, the number of ranks that train is wrong, so that the axes of the mesh cannot be checked.
+    If there is a line, the number of ranks that train may be wrong, so the axes of the mesh cannot be checked.
     """
     parallel, problems = config.parallel, Problems(config)
     if parallel.placement == "colocated":

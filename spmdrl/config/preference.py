@@ -159,7 +159,10 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
 
 
 def rows_of(method: PreferenceMethod) -> "list[PreferenceLoss]":
-    """Return the descriptions of a method's losses but `sft`, which has none. Raises ValueError as `losses_of` does."""
+    """Return the `PreferenceLoss` of each loss of a method but `sft`, which has none.
+
+    Raises ValueError as `losses_of` does.
+    """
     from spmdrl.algos.preference import LOSSES, SFT
 
     return [LOSSES[name] for name in losses_of(method) if name != SFT]

@@ -120,7 +120,7 @@ PRESETS: dict[str, Preset] = {
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
     """Return dotted name -> value of the settings of a preset.
 
-    loss, advantage: the names that a user chose in place of the preset's; "" if none. Values that only losses (or
+    loss, advantage: the names that a user chose in place of the preset's; "" if none. Values in `algo` that losses (or
     advantages) read are then dropped, so that the chosen function keeps its defaults. With a loss from a user's file
     the preset's aggregation stays. Raises KeyError for an unknown preset.
     """

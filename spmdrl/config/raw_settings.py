@@ -137,7 +137,7 @@ def with_power(method: str, power: object) -> str:
 
 
 def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, E]:
-    """Return a file's entries with the key of the KL controller replaced by `algo.kl_target`.
+    """Return a file's entries without the key `algo.kl_controller` of other versions, which `algo.kl_target` replaces.
 
     adaptive: False if the KL coefficient is constant, so that there is no target. default: target if the file has none.
     """
@@ -238,7 +238,7 @@ def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
 
 
 def parse(command: type, tokens: list[str], prog: str, origins: dict[str, str]) -> Any:
-    """Parse words with tyro. Raises ConfigError with tyro's report on one line, without the box around it.
+    """Parse words with tyro. Raises ConfigError with tyro's error message on one line, without its frame.
 
     origins: setting -> file and line, or the command line, for the message.
     """

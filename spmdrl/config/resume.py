@@ -75,8 +75,8 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
 def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
     """Return the entry point that wrote settings with these sections; "" if none could have written them.
 
-    kinds: entry point -> schema of its settings. A schema fits if it has all of the sections and its base class lacks
-    at least one of them. If several schemas fit, the one with the fewest sections is taken.
+    kinds: entry point -> schema of its settings. A schema fits if it has all of the sections, and at least one of them
+    is not a section of its base class. If several schemas fit, the one with the fewest sections is taken.
     """
     # Sections that no schema has come from another version and are ignored.
     there = set(sections) & {each.name for schema in kinds.values() for each in fields(schema)}

@@ -19,8 +19,9 @@ def rule_problems(config: Any) -> list[str]:
 
 
 def never_measured(checkpoint: CheckpointConfig, every: int, steps: int) -> list[str]:
-    """Return a line if no evaluation before the end of a run measures a checkpoint, so that none can be the best.
+    """Return a line if `--checkpoint.best` is a metric of evaluations that no checkpoint before the last step gets.
 
+    There is no line if checkpoints or evaluations during the run are off.
     every: the value of `--eval.every`. steps: number of steps of the run; 0 if it is not known yet.
     """
     both = math.lcm(checkpoint.every, every)

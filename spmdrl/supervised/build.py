@@ -56,7 +56,7 @@ def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Enc
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
-    """Build the model that is trained. Collective. share: whether to compute the prompt of several sequences once."""
+    """Build the model that is trained. Collective. share: whether sequences share the computation of their prompt."""
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
@@ -196,7 +196,7 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
     """Return the sequences of the held-out rows, the same on every rank; empty if the job does not evaluate.
 
     Raises:
-        ValueError: the rows cannot be read, or none of them can be used.
+        ValueError: the rows are a stream or cannot be read, or none of them can be used.
     """
     cfg = session.cfg
     if not cfg.data.eval or not cfg.eval.every:

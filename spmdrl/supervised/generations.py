@@ -29,7 +29,8 @@ class Generations:
     ):
         """Start the engine. Collective.
 
-        sequences: held-out sequences, from which the prompts are taken; the same on every rank.
+        sequences: held-out sequences, the same on every rank. Their beginnings are the prompts, without those that are
+        too long for the model.
         """
         cfg, world = session.cfg, session.world
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer

@@ -263,7 +263,7 @@ def first_lines(lines: list[str], world: World) -> list[str]:
 
 
 def too_many_refused(refused: int, rows: int, allowed: float, lines: list[str], world: World) -> ValueError:
-    """Return the error that lists refused rows. Collective.
+    """Return the error about refused rows, which shows up to five of them. Collective.
 
     refused, rows: numbers of refused and of all rows. allowed: largest share that may be refused. lines: a line for
     each refused row of this rank.

@@ -63,7 +63,7 @@ def write(
     facts: dict[str, Any],
     max_refused: float,
 ) -> None:
-    """Write numbers for all trained tokens of all rows. Collective.
+    """Write numbers for all trained tokens of all rows that are not refused. Collective.
 
     pack: sequences of a rank -> batch. numbers: batch -> its columns [T, ...] by name; a collective. facts: further
     entries of the manifest. max_refused: largest share of rows that may be refused. The log lists refused rows.
