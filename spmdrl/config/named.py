@@ -23,7 +23,7 @@ def name_problems(name: str, value: str, valid: Collection[str], file_allowed: b
 
 
 def file_problems(name: str, value: str, default: str) -> list[str]:
-    """Return a line unless `value` names a top-level function of an existing file, which is parsed but not run.
+    """Return a line unless `value` names something that an existing file defines; the file is parsed but not run.
 
     name: the setting. default: the function's name if `value` is a path alone; empty if `value` must name it.
     """

@@ -28,7 +28,7 @@ def settle(job: Job[Any], loaded: Loaded[Any]) -> Loaded[Any]:
 
 
 def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
-    """Print the settings, the plan and a preview of the first rows. Raises ValueError if every row is refused."""
+    """Print the settings, the plan and a preview of the first rows. Raises ValueError as `preview` does."""
     assert job.begin is not None, "a job on given rows encodes them"
     config, begun = loaded.config, job.begin(loaded.config)
     seen = preview(begun.encode, begun.tokenizer, open_mixture(config))

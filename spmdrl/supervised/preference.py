@@ -89,7 +89,7 @@ def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models:
 
 
 class StoredReference:
-    """The reference's log p of the tokens of every row, in files of the run folder. Implements `Precomputed`."""
+    """The reference's log p of the trained tokens of all rows, in files of the run folder. Implements `Precomputed`."""
 
     def __init__(self, session: Session[Any], begun: Start, pack: Callable[[Placed], Batch], build: Callable[[], Any]):
         """Store the arguments. pack: packs sequences without the column `ref_logp`. build: builds the reference."""

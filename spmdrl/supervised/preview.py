@@ -27,7 +27,7 @@ def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | Non
     colour: whether to use colour; None: only if stdout is a terminal.
 
     Raises:
-        ValueError: every row is refused.
+        ValueError: none of the first rows can be trained on.
     """
     notes, refused, unread = Counter(), [], dict[str, None]()
     sequences: list[Masked] = []

@@ -31,7 +31,7 @@ def begin_sft(cfg: SFTConfig) -> Start:
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
-    """Return the result of `settle`. Without `--run.dir`, the folder of `--teacher.write` is also the run folder."""
+    """Return the result of `settle`. If `--teacher.write` is set without `--run.dir`, its folder is the run folder."""
     config = loaded.config
     if config.teacher.write and not config.run.dir:
         folder = str(Path(config.teacher.write).expanduser())
