@@ -72,7 +72,7 @@ def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -
 def gather_rows(
     batch: Batch, seq_n: torch.Tensor, columns_nK: torch.Tensor, peers: Peers
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather from all ranks rows of numbers that belong to sequences, in sample order. Collective.
+    """Gather from all ranks the rows of a table of numbers, in the order of their sequences' samples. Collective.
 
     seq_n: int64 [n] ascending, the sequence of each row in `batch`; rows of one sequence keep their order. columns_nK:
     float64 [n, K]. Returns all rows, float64 [N, K], the same on every rank, and the indices of this rank's rows among

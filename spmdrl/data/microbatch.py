@@ -86,7 +86,10 @@ def fewest(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    """Assign sequences to bins of at most `budget` tokens; at most 22% more bins than optimal, usually about 1%."""
+    """Assign sequences to bins of at most `budget` tokens; at most 22% more bins than optimal, usually about 1%.
+
+    Raises ValueError if one sequence alone is longer than the budget.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -110,7 +113,7 @@ def microbatches(batch: Batch, count: int, budget: int, units: list[Unit] | None
     """Split a batch into exactly `count` micro-batches of at most `budget` tokens; some may be empty.
 
     units: sequences that must stay together, from `units_of`; None for single sequences. `count` is the largest
-    `microbatch_count` of all ranks, so that every rank runs equally many forwards (law 1).
+    `microbatch_count` of all ranks, so that every rank runs equally many forward passes (law 1).
     """
     units = units_of(batch, budget, share=False) if units is None else units
     lengths = [unit.tokens for unit in units]

@@ -103,7 +103,7 @@ def variables_of(row: dict) -> dict[str, Any]:
 
 
 def listed(value: Any) -> Any:
-    """Return the value of a column; an array, as tables contain it, becomes a list."""
+    """Return the value of a column; a numpy array, which tables may contain, becomes a list."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

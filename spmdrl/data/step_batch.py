@@ -24,7 +24,7 @@ RESAMPLE = 0x5046
 
 
 class ReplayBuffer:
-    """Policy filtration (PF-PPO): each step learns from episodes of this and some earlier steps, drawn by reward.
+    """Draws the episodes that a step learns from, also from earlier steps; policy filtration (PF-PPO) draws by reward.
 
     Each rank stores the episodes that its engine sampled; drawn episodes may come from any rank.
     """

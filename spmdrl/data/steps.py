@@ -22,8 +22,9 @@ MARK = "\ufffd"
 def step_ends(text: str, separator: str) -> list[int]:
     """Return, for each step of a text, the number of characters up to its end. A text has at least one step.
 
-    A step ends with the separator, and the text after the last separator is a step too. A piece of only white space
-    belongs to the step before it; at the beginning of the text it belongs to the first step.
+    A step ends with the separator, and the text after the last separator is a step too. A piece that
+    contains only white space before its separator belongs to the step before it, or, at the beginning, to the first
+    one.
     """
     ends, at = [], 0
     while (found := text.find(separator, at)) >= 0:

@@ -98,7 +98,10 @@ class Distillation(PolicyGradient):
         return next(iter(end_of_turn_tokens(tokenizer, job_template(self.cfg, tokenizer))), tokenizer.eos_token_id)
 
     def _response(self, text: str, chat: bool) -> list[int]:
-        """Return the tokens of a response with its end token. chat: True if the chat template rendered its prompt."""
+        """Return the tokens of a response with its end token, cut to `--rollout.max-new-tokens`.
+
+        chat: True if the chat template rendered its prompt.
+        """
         tokenizer: Any = self.run.tokenizer
         end = self._turn_end if chat else tokenizer.eos_token_id
         tokens = [*tokenizer(text, add_special_tokens=False).input_ids, end]
@@ -116,7 +119,7 @@ class Distillation(PolicyGradient):
             batch.seq[share_name(name)] = share_B
             if self.on_engine:
                 continue
-            # Reading is collective, so all ranks of a data position must select the same sequences.
+            # `read` is collective, so all ranks of a data position must select the same sequences.
             selected = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
             read = with_teacher_prompts(selected, self.prompts) if self.prompts else selected
             found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty

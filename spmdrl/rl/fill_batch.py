@@ -29,7 +29,7 @@ class Filling:
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
         """Prepare the batch of a step. Collective over the ranks that sample.
 
-        keep: filter of `algos/filters.py`, or None. carried: groups that the previous step cut short on this engine.
+        keep: filter of `algos/filters.py`, or None. carried: groups of the previous step to continue on this engine.
         """
         self.cfg, self.world, self.keep, self.step, self.carried = cfg, world, keep, step, carried
         self.wanted, self.oversampled = cfg.rollout.prompts_per_step, cfg.rollout.oversample > 1

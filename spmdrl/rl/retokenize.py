@@ -224,7 +224,7 @@ class Pair:
         self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids) | teacher_ends
 
     def align(self, tokens: list[int], prompt: Sequence[int] = ()) -> Aligned:
-        """Encode a response in the teacher's tokens, and find the spans. End tokens, if there are any, are a span.
+        """Encode a response in the teacher's tokens, and find the spans. An end token is the last span.
 
         Raises:
             UnreadableError: the response contains other control tokens, or text that a tokenizer does not reproduce.

@@ -50,7 +50,7 @@ class Sampler:
     draws: int = 0
     """Number of prompts that earlier steps have drawn."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups that the last sampled step cut short on this rank's engine."""
+    """Groups of the last sampled step that the next one continues on this rank's engine (`Experience.carried`)."""
     ready: deque[Experience] = field(default_factory=deque)
     """Experience that was sampled in advance, the next step first."""
 
@@ -85,7 +85,8 @@ class Sampler:
             step: counted from 0.
             drawn: number of prompts that earlier steps have drawn.
             version: version of the engines' weights.
-            carried: groups that the previous step cut short on this rank's engine. They are sampled first.
+            carried: groups of the previous step that this rank's engine continues (`Experience.carried`), before new
+            ones.
 
         Raises:
             AbandonedError: sampling was interrupted. Every rank that samples raises it.

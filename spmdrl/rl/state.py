@@ -1,10 +1,10 @@
 """State of a run in addition to its models, for checkpoints: equal on all ranks (RunState) or per rank (RankState).
 
 A rank may have groups that were cut short (partial rollouts), experience that was sampled in advance (split placement),
-steps to be replayed, and random number generators. The run computes the seeds of its random draws from data, so the
-generators matter only for a user's loss or reward that draws from them. A rank saves all this as a tree of plain values
-and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks differs,
-`dealt` distributes the saved groups, and the generators' states are not restored.
+the batches of a replay buffer, and random number generators. The run computes the seeds of its random draws from data,
+so the generators matter only for a user's loss or reward that draws from them. A rank saves all this as a tree of plain
+values and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks
+differs, `dealt` distributes the saved groups, and the generators' states are not restored.
 
 Old checkpoints, in which episodes have no segments, can be read. They contain responses as columns, under `parts` of a
 group and `trajectories` of a step.

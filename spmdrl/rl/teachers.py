@@ -1,4 +1,4 @@
-"""Teachers of a distillation: renders their prompts, and runs teachers in the run's engine."""
+"""Renders the prompts of the teachers of a distillation, and runs teachers in the run's engine."""
 
 import sys
 from dataclasses import replace
