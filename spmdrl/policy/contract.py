@@ -24,9 +24,9 @@ class LossResult:
 
 
 TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
-"""A loss in which no token depends on another, as a function and the columns [T] that it reads. The function maps (logp
-[n], entropy [n], the columns at the same n tokens) to (weighted losses [n], stats). Its argument entropy is None if the
-objective's `second` is `top`."""
+"""A loss whose value for a token does not depend on other tokens, as a function and the columns [T] that it reads. The
+function maps (logp [n], entropy [n], the columns at the same n tokens) to (weighted losses [n], stats). Its argument
+entropy is None if the objective's `second` is `top`."""
 
 
 HeadFunction = Callable[..., tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]]
@@ -73,7 +73,7 @@ MEASURE = -1
 
 
 class Objective(Protocol):
-    """A loss that trains a model (`objectives/`). Its sum over all ranks is the same in every layout (law 2).
+    """A loss that trains a model (`objectives/`). Its sum does not depend on how ranks divide the batch (law 2).
 
     A learner calls `prepare` once per optimizer step, then `loss` for each micro-batch.
     """
@@ -88,8 +88,8 @@ class Objective(Protocol):
     def prepare(self, share: Batch, index: int) -> Shared:
         """Compute the values that the loss needs from all sequences of an optimizer step.
 
-        Collective over data positions. share: this rank's sequences; `prepare` may add columns to them. index: number
-        of the step within the update, from 0, or MEASURE.
+        Collective over data-parallel ranks. share: this rank's sequences; `prepare` may add columns to them. index:
+        number of the step within the update, from 0, or MEASURE.
         """
         ...
 
@@ -125,10 +125,11 @@ SCORES = ("score", "steps")
 
 
 class Policy(Protocol):
-    """A model sharded over ranks. Every method is collective: all ranks call it together."""
+    """A model sharded over ranks. All ranks call each method together, because most methods communicate."""
 
     version: int
-    """How often the weights have changed so far. An engine samples only from weights of this version (law 5)."""
+    """Number of calls of `update` so far that changed the weights. An engine samples only from weights of this version
+    (law 5)."""
     updates_done: int
     """Number of optimizer steps taken so far."""
     updates_due: int
@@ -172,9 +173,9 @@ class Policy(Protocol):
     def pieces(self, part: Part = "model") -> list[Piece]:
         """Return this rank's part of every weight under its HF checkpoint name, as views that reflect later updates.
 
-        Names and boxes are the same at every call. part: what to return of a policy with adapters. `model`: the
-        complete model with the adapters merged in (computed at every access); `base`: the model without adapters;
-        `adapter`: only the weights of the adapters.
+        Names and ranges (`Piece.box`) are the same at every call. part: what to return of a policy with adapters.
+        `model`: the complete model with the adapters merged in (computed at every access); `base`: the model without
+        adapters; `adapter`: only the weights of the adapters.
         """
         ...
 
@@ -201,7 +202,7 @@ class Policy(Protocol):
         """Return a function that writes this model and its optimizer state.
 
         copy: True to copy the current values to host memory now. The function then writes this copy, and may run in a
-        thread during training, over the groups of a twin of the policy's world (`spmd.mesh.twin`).
+        thread during training, over a copy of the policy's process groups (`spmd.mesh.twin`).
         """
         ...
 

@@ -3,8 +3,8 @@
 FSDP copies all tensors in the arguments of a model to the device, even those that only the host reads. It does not look
 into a plan, which is an object.
 
-Shapes: T tokens of the pack, S tokens in this rank's slice of the row that runs, n tokens under the mask whose states
-are in this slice.
+Shapes: T tokens of the pack, S tokens in this rank's slice of the tokens that run (shared ones only once), n tokens
+under the mask whose states are in this slice.
 """
 
 from collections.abc import Callable, Hashable
@@ -45,7 +45,7 @@ class ForwardPlan:
     parents: list[int]
     """The parent of each node, as `Packing.parents`."""
     part: TokenSlice
-    """This rank's slice of the row on which the transformer runs."""
+    """This rank's slice of the tokens on which the transformer runs."""
     ids_S: torch.Tensor
     """int64 [S]: token ids of the slice."""
     positions_S: torch.Tensor
@@ -95,7 +95,7 @@ def plan_forward(
 
 
 def kept_plan(batch: Batch, key: Hashable, make: Callable[[], Plan]) -> Plan:
-    """Return the plan of a batch's forward that an earlier pass kept under a key, or make and keep one."""
+    """Return the plan that an earlier pass over a batch stored under a key; make and store one if there is none."""
     found, mask_T = batch.plans.get(key), batch.token["mask"]
     # The mask may change between the passes of a step, because responses that were cut at the length limit may be
     # excluded from training (`Algorithm.mask_cut`).

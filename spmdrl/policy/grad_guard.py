@@ -1,4 +1,4 @@
-"""Guards an update against non-finite steps, spikes of the gradient norm, and underflow of gradients in float16.
+"""Detects non-finite steps and spikes of the gradient norm; scales the loss so that float16 gradients do not underflow.
 
 All decisions depend on values that were reduced over ranks, so every rank makes the same decision (law 1).
 """

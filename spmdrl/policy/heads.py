@@ -1,4 +1,4 @@
-"""Runs transformers over packed sequences, and applies a head to the hidden states of tokens under the loss mask.
+"""Runs transformers over packs (concatenated sequences); applies a head to states of tokens under the loss mask.
 
 `PackedLM` computes logp of each sampled token and a second number, by default the entropy. `PackedScalar` computes one
 number for each token, from the hidden state before the token (a critic) or after it (a reward model). A reward model
@@ -44,7 +44,7 @@ def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tenso
 
 
 class Packed(nn.Module):
-    """A HF model that runs packs; subclasses apply a head to the states of the tokens under the loss mask.
+    """A HF model that runs over packs; subclasses apply a head to the states of the tokens under the loss mask.
 
     The HF model is the attribute `hf`, so parameter names are the HF names with the prefix `hf.`.
     """
@@ -169,7 +169,7 @@ def sampled(
     """Return logp and `second` (`contract.Second`) of the sampled tokens, [n] each.
 
     divisor, softcap: as in `HeadFunction`. group, group_rows: ranks that divide the vocabulary, and the number of
-    tokens of each.
+    vocabulary entries of each rank.
     """
     more: dict[str, Any] = {"softcap": softcap, "group": group, "group_rows": group_rows}
     wants: dict[str, Any] = {"entropy": second == "entropy", "top": second == "top"}
@@ -219,10 +219,10 @@ class PackedLM(Packed):
         """Return logp and `second` [T] (float32, float64 for float64 models), 0 where the plan's mask is False.
 
         plan: the mask must be False on the first token of each sequence. token_loss: if given, a third result is the
-        loss of this rank's rows, a scalar with gradient, and the first two have no gradient. With a `HeadFunction`, all
-        results are its own. more: further arguments of `run`.
+        loss of this rank's tokens, a scalar with gradient, and the first two have no gradient. With a `HeadFunction`,
+        the results are its numbers, and its loss if it returns one. more: further arguments of `run`.
         """
-        # The head gets the states that predict the tokens under the loss mask, and no other rows.
+        # The head gets only the states that predict the tokens under the loss mask.
         states, head = self.run(plan, **more)
         tokens, part, rows, targets = plan.tokens, plan.part, head.rows, head.targets
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor

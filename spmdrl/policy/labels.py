@@ -15,7 +15,7 @@ from spmdrl.weights.folder import Tensors
 ALONE = "model"
 """Name of the score of a model with a single score, if the model's config does not name it."""
 STEPS = "steps"
-"""Name under which metrics and samples have the number of steps; no label of a model that scores steps may have it."""
+"""Name of the number of steps in metrics and samples; a model that scores steps must have no label of this name."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
 SEVERAL = "several labels need weights from a file: use --reward.model rm.yaml with a path in it (docs/rewards.md)"
 ONE = "only one is supported: use a classifier with one label"

@@ -132,7 +132,7 @@ class Learner:
         """Implements `Policy.update`; steps whose loss or gradient is not finite are skipped.
 
         The metric `updates_nonfinite` counts them. The objective's statistics leave them out, and the loss is nan. In
-        float16, a gradient may be infinite only because the loss scale is too large. If the scale can still be halved,
+        float16, a loss scale that is too large can make the gradient infinite or nan. So while the scale can be halved,
         a step with such a gradient is skipped and counted by `updates_overflowed` instead, and the scale is halved.
 
         Raises:
@@ -162,8 +162,8 @@ class Learner:
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
         """Take or skip an optimizer step; return False if loss or gradient is not finite.
 
-        Return True if the gradient is infinite only because the loss scale is too large (`update`). loss: sum of the
-        losses of this rank's sequences.
+        But return True if a smaller loss scale may make the gradient finite (`update`). loss: sum of the losses of this
+        rank's sequences.
         """
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
@@ -282,7 +282,7 @@ class Learner:
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Compute the gradient, summed over micro-batches and data positions; return loss statistics. Collective."""
+        """Compute the gradient, summed over micro-batches and data-parallel ranks; return statistics. Collective."""
         raise NotImplementedError
 
     def gradient_norm(self) -> float:

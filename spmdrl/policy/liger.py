@@ -1,4 +1,4 @@
-"""Records what Liger's kernels replace in a model, so that the self-check can compare both."""
+"""Records what Liger's kernels replace in a model, so that the self-check can compare both versions of the model."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 _ORIGINALS: dict[tuple[str, str], Any] = {}
-"""(module of Python, name) -> the function of transformers that Liger replaced in this process."""
+"""(Python module, name) -> the function of transformers that Liger replaced in this process."""
 
 
 def remember(hf: Any, apply: Callable[[], None]) -> None:
     """Call `apply`, which replaces forwards of a model's modules and names in transformers, and record what it changes.
 
-    Classes in transformers are restored at once, so that the modules of later models have the forwards of transformers
-    under Liger's.
+    Classes in transformers are restored at once, so that later models are built from the original classes.
     """
     names = {type(module).__module__ for module in hf.modules()}
     sources = {name: dict(vars(sys.modules[name])) for name in names if name.startswith("transformers.")}
@@ -31,7 +30,7 @@ def remember(hf: Any, apply: Callable[[], None]) -> None:
 
 @contextmanager
 def without_liger(hf: Any) -> Iterator[bool]:
-    """Give a model the layers of transformers in this context; the value is True if they replace Liger's."""
+    """Let a model use the layers of transformers inside this context; its value is True if they replace Liger's."""
     modules = vars(hf).get("without_liger", [])
     own = [(module, vars(module).get("forward")) for module, _ in modules]
     functions = {(name, key): getattr(sys.modules[name], key) for name, key in _ORIGINALS}

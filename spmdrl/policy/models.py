@@ -100,7 +100,7 @@ class Models:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The path of one model of a run, and whether and how fast it trains."""
+    """The path and the head of one model of a run, and its learning rate if it trains."""
 
     flag: str
     """The flag that sets the model's path."""

@@ -106,7 +106,7 @@ def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch
 
 
 class _Embedded:
-    """A context that captures the embeddings of its first forward, to compute gradients with respect to them."""
+    """A context that captures the embeddings of the first forward in it, to compute gradients with respect to them."""
 
     def __init__(self, hf: Any):
         self.module, self.embeddings = hf.get_input_embeddings(), None
@@ -132,10 +132,10 @@ class _Embedded:
 def plain(policy: Any) -> tuple[Sequences, Found]:
     """Run each sequence alone through plain transformers, and compare our head with the HF model's. Collective.
 
-    If the model has Liger's layers, their results must be those of transformers' layers, and stand for them.
+    If the model has Liger's layers, it runs with them and also with transformers' layers, and the results are compared.
 
-    Returns the results of plain transformers, and what was found about the head. If the model's code raises an error,
-    `Found.reason` describes it.
+    Returns the results for each sequence, with Liger's layers if the model has them, and the result of the comparisons.
+    If the model's code raises an error, `Found.reason` describes it.
     """
     hf, dtype, found = policy.model.hf, policy.compute, Found()
     expected = Sequences(sequences(policy.hf_config, policy.world.device))

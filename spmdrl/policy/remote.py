@@ -1,4 +1,4 @@
-"""A frozen model on separate ranks: training ranks send requests, and scoring ranks (scorers) answer them.
+"""Runs a frozen model on separate ranks: training ranks send requests, and scoring ranks (scorers) answer them.
 
 Sequences are divided among the scorers so that each gets about the same number of tokens. The results of a sequence
 return to all training ranks that have it. Training and scoring ranks make the same calls in the same order (`score`

@@ -36,7 +36,7 @@ class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return an object that CLASSES names; for any other name raise UnpicklingError, without an import."""
         if name not in CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"the pickle names {module}.{name}")
+            raise pickle.UnpicklingError(f"the pickle uses {module}.{name}, which no index needs")
         return super().find_class(module, name)
 
 

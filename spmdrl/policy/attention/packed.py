@@ -1,10 +1,9 @@
-"""Attention over packed sequences: padding, where it is needed, exists only inside attention.
+"""Attention over packs: the sequences of a micro-batch, concatenated without padding.
 
 This module registers the attention implementation `spmdrl_packed` with transformers; a forward passes a `Packing` in
 the model's keyword arguments. By default, a layer on a GPU uses a kernel for concatenated sequences (`varlen.py`) if
-one supports the layer. If none does, sequences of similar length are laid out as [B, H, L, d] for causal attention in
-torch. Padding follows a sequence's tokens, so causality hides it from all of them: complete sequences need no mask, and
-the result is exact.
+one supports the layer. If none does, sequences of similar length are padded to [B, H, L, d] for causal attention in
+torch. Padding follows a sequence's tokens, so the causal mask hides it from all of them, and the result is exact.
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,8 @@ NAME = "spmdrl_packed"
 def _hidden(group: LengthClass, window: int | None, device: torch.device) -> torch.Tensor:
     """Return a mask, bool [B or 1, 1, L, P + L], that is True for keys that a query must not see.
 
-    These keys are later than the query, outside of a sliding window of `window` keys, or padding of a trunk.
+    These keys are later than the query, outside of a sliding window of `window` keys, or padding before a node's
+    ancestors.
     """
     queries = group.trunk + torch.arange(group.longest, device=device)
     keys = torch.arange(group.trunk + group.longest, device=device)
@@ -46,7 +46,7 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
-    """Return SDPA's attention mask for nodes with a trunk or a sink. sink: 1 if the first key is a sink, else 0."""
+    """Return SDPA's attention mask for nodes with ancestors or a sink. sink: 1 if the first key is a sink, else 0."""
     # On a GPU, SDPA's kernels support a causal mask that is aligned to the last key, for all types but float64.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
         # The mask is a subclass of Tensor, which torch cannot create inside a dispatch mode. `--run.lockstep-debug`
@@ -59,8 +59,8 @@ def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int)
 def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
     """Return queries, keys and values with a sink: an added key whose score is the head's sink and whose value is 0.
 
-    Keys and values become [T + 1, ...]. A new channel of the queries holds the sink's score. In this channel the sink
-    key is 1 and all other keys are 0, so any kernel computes the right scores.
+    Keys and values become [T + 1, ...]. A new channel of the queries holds the sink's score divided by `scale`. In this
+    channel the sink key is 1 and all other keys are 0, so any kernel computes the right scores.
     """
     # The fused kernels of a GPU need a number of channels that 8 divides.
     d, more = k.shape[2], 8 - k.shape[2] % 8
@@ -128,10 +128,10 @@ def packed_attention(
     s_aux=None,
     **_,
 ):
-    """Compute attention over one packed row, with HF's interface: query [1, H, S, d], key and value [1, H_kv, S, d].
+    """Compute attention over one pack, with HF's interface: query [1, H, S, d], key and value [1, H_kv, S, d].
 
-    S is the number of tokens in this rank's slice of the pack; without sequence parallelism it is T. s_aux: the score
-    of each head's attention sink, [H] (gpt-oss). Returns ([1, S, H, d], None).
+    S is the number of tokens in this rank's slice of the pack, which is the complete pack without sequence parallelism.
+    s_aux: the score of each head's attention sink, [H] (gpt-oss). Returns ([1, S, H, d], None).
 
     Raises:
         ValueError: the model does not pass keyword arguments to its attention, or has a bidirectional layer, dropout in
@@ -194,7 +194,7 @@ def register() -> str:
 
 
 def leave_uncompiled() -> None:
-    """Let compiled layers call this attention as it is; `torch.compile` would compile it for each pack's lengths."""
+    """Let compiled layers call this attention uncompiled; `torch.compile` would compile it for each pack's lengths."""
     if len(ENTRIES) == 1:
         ENTRIES.append(torch.compiler.disable(packed_attention))
     register()

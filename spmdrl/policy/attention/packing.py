@@ -1,4 +1,4 @@
-"""Divides a packed row [T] into sequences, or into the nodes of a tree (`data/tree.py`).
+"""Divides the T tokens on which a transformer runs into sequences, or into the nodes of a tree (`data/tree.py`).
 
 A pack has several layouts, each computed at first use: concatenated sequences without padding for the kernels of
 `varlen.py`, batches of sequences of similar length with padding for all other attention (`packed.py`), and rows for
@@ -25,9 +25,9 @@ SHORT = 16
 
 @dataclass
 class LengthClass:
-    """B sequences (or nodes of a tree) of similar length, laid out with padding as B rows of L places, called slots.
+    """B sequences (or nodes of a tree) of similar length, padded to B rows of L places, which are called slots.
 
-    The trunk of a node consists of the tokens of its ancestors, to which the node attends too.
+    A node also attends to the tokens of its ancestors, which are called its trunk.
     """
 
     gather: torch.Tensor
@@ -39,27 +39,27 @@ class LengthClass:
     sequences: int
     longest: int
     keys: torch.Tensor
-    """int64 [B * (P + L)]: index in the pack of the token in each slot of keys. A node's keys are its trunk, which ends
-    at slot P, and then its L slots."""
+    """int64 [B * (P + L)]: index in the pack of the token in each slot of keys. A node has P slots for its trunk, with
+    padding at their beginning, and then its own L slots."""
     trunk: int = 0
-    """P, the number of tokens of the longest trunk; 0 for complete sequences."""
+    """P, the largest number of tokens of a trunk; 0 for complete sequences."""
     trunks: torch.Tensor | None = None
-    """int64 [B]: number of tokens of each trunk; None if every trunk has P tokens."""
+    """int64 [B]: number of tokens of each trunk; None if all trunks have P tokens."""
 
 
 @dataclass
 class Packing:
-    """The division of one packed row [T] into sequences, made for each forward and used by every layer."""
+    """The division of T packed tokens into sequences or nodes, made for each forward and used by every layer."""
 
     lengths: list[int]
-    """Number of tokens of each node; the row concatenates the nodes. Without sharing, each sequence is one node."""
+    """Number of tokens of each node, in the order of the T tokens. Without shared tokens, a node is a sequence."""
     parents: list[int]
     """Index of the parent of each node of a tree (`data/tree.py`); -1 for roots, which come first."""
     device: torch.device
     kind: str
     """The value of `--policy.attention`, which selects the kernel of attention layers."""
     part: TokenSlice
-    """The slice of the row that this rank's layers process; only attention runs over all tokens."""
+    """The slice of the tokens that this rank's layers process; only attention runs over all tokens."""
     experts: torch.Tensor | None = None
     """[S, layers, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`); None: no
     replay."""
@@ -78,7 +78,7 @@ class Packing:
 
     @property
     def runs(self) -> Runs:
-        """The layout for kernels over concatenated sequences; a node's keys include those of its trunk."""
+        """The layout for kernels over concatenated sequences; a node's keys include those of its ancestors."""
         spans = None if self.roots == len(self.lengths) else self.spans
         return self.layout("runs", lambda: make_runs(self.lengths, spans))
 
@@ -95,13 +95,12 @@ class Packing:
 
     @property
     def order(self) -> torch.Tensor:
-        """int64 [T]: where the output for each packed token is in the concatenated outputs of the classes."""
+        """int64 [T]: position of the output for each packed token in the concatenated outputs of the classes."""
         return self.layout("classes", self._in_classes)[1]
 
     def _in_classes(self) -> tuple[list[LengthClass], torch.Tensor]:
         below, starts = [spans[:-1] for spans in self.spans], _starts(self.lengths)
-        # If all trunks of a class have the same length, a GPU needs no mask other than causality aligned to the last
-        # key.
+        # If all trunks of a class have the same length, a GPU needs only a causal mask that is aligned to the last key.
         exact = kind_of(self.device) == "cuda"
         parts = slice(0, self.roots), slice(self.roots, None)
         found = [c for x in parts for c in _classes(below[x], starts[x], self.lengths[x], exact)]
@@ -164,7 +163,7 @@ def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.T
 def _classes(
     below: list[list[tuple[int, int]]], starts: list[int], lengths: list[int], exact: bool
 ) -> list[LengthClass]:
-    """Return the length classes of nodes; nodes with empty trunks are complete sequences.
+    """Return the length classes of nodes; a node without ancestors is treated as a complete sequence.
 
     below: for each node, the spans (first token, number of tokens) of its trunk. starts, lengths: first token and
     number of tokens of each node. exact: require that all trunks of a class have the same length.

@@ -122,7 +122,7 @@ class TokenSlice:
 
 
 def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sum tensors [T] over ranks; each rank has values at its rows and zeros at all others. Collective.
+    """Sum tensors [T] over ranks; each rank has values at its own tokens and zeros at all others. Collective.
 
     The sum is exact. Every rank computes the same loss from it, so the backward returns the gradient unchanged.
     """

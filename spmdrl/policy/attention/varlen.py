@@ -107,7 +107,10 @@ def needs_of(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> Needs:
 
 
 def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Needs:
-    """Return a model's `Needs`, without `sink_and_window`, from its HF config. dtype: type of the forward."""
+    """Return a model's `Needs`, without `sink_and_window`, from its HF config.
+
+    dtype: the dtype in which the forward computes.
+    """
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # A key of latent attention has a part without and a part with a rotary embedding; its width is the sum of both.

@@ -49,7 +49,7 @@ def saving(policy: Any, copy: bool = False) -> Write:
 
 
 def _base_facts(policy: Any) -> dict:
-    """Return path and checksum of the base weights; a load checks that adapters were trained on them. Collective."""
+    """Return path and checksum of the base weights, by which a load checks that adapters fit them. Collective."""
     # The checksum is the sum of the bit patterns of all elements modulo 2**64. It does not depend on the sharding,
     # because the sums of the shards add up to it.
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -16,8 +16,8 @@ from spmdrl.policy.mixers.layers import mixes
 
 log = logging.getLogger("spmdrl")
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Model types for which `--policy.liger auto` takes Liger's kernels. Each of their layers has attention and an MLP,
-with RMSNorm, rotary embedding and SwiGLU."""
+"""Model types for which `--policy.liger auto` uses Liger's kernels. Each of their layers has attention and an MLP, with
+RMSNorm, rotary embedding and SwiGLU."""
 
 
 def recompute(hf: Any) -> None:
@@ -35,7 +35,8 @@ def recompute(hf: Any) -> None:
 def use_liger(hf: Any, choice: str, device: torch.device, dtype: torch.dtype) -> None:
     """Replace a model's norms, activations and rotary embeddings by Liger's kernels (https://arxiv.org/abs/2410.10989).
 
-    choice: the value of `--policy.liger`. dtype: type of the forward. On the meta device nothing changes.
+    choice: the value of `--policy.liger`. dtype: the dtype in which the forward computes. On the meta device nothing
+    changes.
 
     Raises:
         ValueError: the choice is `on`, and the device is not a GPU or Liger has no kernels for the model type.

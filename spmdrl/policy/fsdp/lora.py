@@ -1,8 +1,8 @@
 """Low-rank adapters on a policy (LoRA, https://arxiv.org/abs/2106.09685): W + (alpha / r) B A with W frozen.
 
-PEFT adds the adapters to the HF model; only the adapters have gradients and moments. `pieces()` returns the complete
-model with the adapters merged in, so engines need no support for adapters. The reference policy is the same model
-without adapters. PEFT can load the adapters of a checkpoint.
+PEFT adds the adapters to the HF model; only the adapters have gradients and moments. By default, `pieces()` returns the
+complete model with the adapters merged in, so engines need no support for adapters. A reference with the policy's path
+is the same model without adapters, unless it is on scoring ranks. PEFT can load the adapters of a checkpoint.
 
 Shapes: r rank, D input width of a layer, O output width of a layer.
 """
@@ -53,24 +53,24 @@ class BaseOf:
         return self.policy.output_head()
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Implements `Policy.bytes_by_owner`: the result is empty, because the policy counts these weights."""
+        """Implements `Policy.bytes_by_owner`; the result is empty, because the policy counts these weights."""
         return {}
 
     def offload(self, place: str, parameters: bool = True) -> None:
-        """Implements `Policy.offload`: do nothing, because these weights move with the policy."""
+        """Implements `Policy.offload` by doing nothing, because these weights move with the policy."""
 
     def onload(self) -> None:
-        """Implements `Policy.onload`: do nothing."""
+        """Implements `Policy.onload` by doing nothing."""
 
 
 # ── pieces ───────────────────────────────────────────────────────────────────
 
 
 class Merged(Piece):
-    """A part of W + (alpha / r) B A, computed at each access, so that a push needs memory for only one bucket."""
+    """A part of W + (alpha / r) B A, computed at each access: sending weights needs memory for only one bucket."""
 
     def __init__(self, slot: Slot, weight: torch.Tensor, b_Or: torch.Tensor, a_rD: torch.Tensor):
-        """slot: the part of the weight to compute. weight, b_Or: this rank's rows of W and of (alpha / r) B."""
+        """slot: the range of the weight to compute. weight, b_Or: this rank's rows of W and of (alpha / r) B."""
         self.name, self.shape, self.box, self.exact = slot.name, slot.shape, slot.box, False
         self.index, self.weight, self.b_Or, self.a_rD = slot.index, weight, b_Or, a_rD
 
@@ -105,8 +105,8 @@ def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, wo
     apart = {name for name, _ in adapters} - {n for name, _ in base if name.endswith(".weight") for n in partner(name)}
     if apart:
         raise ValueError(
-            f"{min(apart)} does not belong to a linear layer, so it cannot be merged for saves and pushes: "
-            "choose other --lora.targets"
+            f"{min(apart)} does not adapt a linear layer, so it cannot be merged into the model when a checkpoint is "
+            "saved or weights are sent to the engine: choose other --lora.targets"
         )
     whole, out = gathered(adapters, world), []
     for name, param in base:

@@ -1,7 +1,7 @@
 """Trains and scores any HF transformer under FSDP2 or HSDP, over packed sequences, with float32 master weights.
 
-All models of a run use this class: the policy, its reference, a critic, a reward model. They differ in their head and
-in whether they train.
+With this backend, all models of a run use this class: the policy, its reference, a critic, a reward model. They differ
+in their head and in whether they train.
 
 A micro-batch's loss is a sum divided by counts over all ranks and micro-batches, and gradients are summed (not
 averaged) over ranks. So the result does not depend on packing or on the number of ranks (law 2).

@@ -26,8 +26,8 @@ from spmdrl.weights.sources import Sources
 def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, way: str, direct: bool) -> None:
     """Apply fully_shard over `world.shard_mesh` to the model, and to each decoder layer unless the way is `whole`.
 
-    compute: type of the forward. way: the result of `way_to_gather`. direct: on gloo, send directly between ranks
-    (`spmd/gloo.py`) instead of around gloo's ring.
+    compute: the dtype in which the forward computes. way: the result of `way_to_gather`. direct: on gloo, send directly
+    between ranks (`spmd/gloo.py`) instead of around gloo's ring.
     """
     # Take the dtype of a trainable parameter if one exists, because under LoRA only adapters have the master dtype.
     mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
@@ -63,9 +63,9 @@ def sharded(
 ) -> tuple[Any, str]:
     """Return a HF model with its head, sharded, and the way to gather it (`way_to_gather`). Collective.
 
-    The model stays on its device, which may be meta. compute: type of the forward. share: run a prompt once for all its
-    samples. trained: function of a parameter's name that returns True if the parameter trains and False if it is
-    frozen.
+    The model stays on its device, which may be the meta device. compute: the dtype in which the forward computes.
+    share: run a prompt once for all its samples. trained: function of a parameter's name that returns True if the
+    parameter trains and False if it is frozen.
     """
     kind, sp = cfg.policy.attention, world.sp_group
     model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, sp, share, after=head in SCORES)

@@ -7,7 +7,7 @@ model.py       groups and modules: `initialize`, `build`
 layers.py      modules that Megatron lacks, and layer specs that combine them with Megatron's modules
 routing.py     routers: routing replay, load-balancing loss, router biases adjusted by expert load
 attention.py   packed sequences, their division over context parallelism, attention in plain torch
-convert.py     maps a rank's parameters to ranges of checkpoint tensors, for loading, saving and pushes
+convert.py     maps a rank's parameters to ranges of checkpoint tensors, to load, save and send them to engines
 schedule.py    runs micro-batches through the pipeline and sends the last stage's results to every rank
 training.py    gradient buffers, the distributed optimizer, its checkpoints
 host_adamw.py  AdamW in host memory

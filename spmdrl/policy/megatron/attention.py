@@ -1,4 +1,4 @@
-"""Divides packed sequences under context parallelism, and computes attention for Megatron without TransformerEngine.
+"""Divides packed sequences over context-parallel ranks, and computes attention for Megatron without TransformerEngine.
 
 Under context parallelism (cp ranks), every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks.
 Rank r gets the r-th chunk and the r-th chunk from the end, so that causal attention costs the same on every rank.

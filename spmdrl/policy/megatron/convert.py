@@ -2,7 +2,7 @@
 
 A list of slots describes a rank's parameters. A slot (`Held`) is the name of a checkpoint tensor, this rank's range of
 it, and a view of the parameter for that range. To load a model, files are read into the views; `weights/reshard.py`
-sends the views to engines and writes them to files. No parameter is gathered.
+sends the views to engines, and `weights/safetensors.py` writes them to files. No parameter is gathered.
 
 In Megatron, one parameter stores the projections of queries, keys and values group by group, [groups, query heads of a
 group + 2, channels of a head, hidden]. Another one concatenates gate and up projections, each divided over tp. The
@@ -43,7 +43,7 @@ class Held:
     param: torch.Tensor
     """The parameter or buffer of the model that contains the range."""
     view: torch.Tensor
-    """The view of `param` that holds the range, in the shape of the box."""
+    """The view of `param` that stores the range, in the range's shape."""
     exact: bool = False
     """True for a buffer that must not be cast to another type."""
 
@@ -71,8 +71,8 @@ def pieces(models: Sequence[Any]) -> list[Piece]:
 def load(models: Sequence[Any], folder: Path, blocks: tuple[int, int] | None = None) -> None:
     """Read the weights of the models from HF safetensors; each rank reads only its ranges.
 
-    A `value` head that the folder lacks starts at 0. blocks: the size of the blocks that share a scale in a folder in
-    fp8 (`weights/folder.py`); None for other folders.
+    A `value` head that the folder lacks starts at 0. blocks: the size of the blocks that share a scale in a folder with
+    fp8 weights (`weights/folder.py`); None for other folders.
 
     Raises:
         ValueError: the folder lacks a tensor, or has a tensor of another shape.

@@ -3,7 +3,8 @@
 Megatron's code calls functions of torch for CUDA devices, streams and random states. This module replaces the global
 name `torch` in each loaded module of Megatron by a substitute. The substitute uses the CPU in these functions and
 forwards all other names to torch. torch itself stays unchanged, because other libraries in this process need it.
-Results do not change, because only the operations of streams are left out. If ranks use GPUs, this module does nothing.
+This does not change results, because the operations of streams have no effect on them. A few functions of Megatron that
+need a GPU, or are slow on a CPU, are replaced too. If ranks use GPUs, this module does nothing.
 """
 
 import contextlib

@@ -63,7 +63,7 @@ class Norm(nn.Module):
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear layer that every rank of a tensor-parallel group has whole: a down projection of latent attention."""
+    """A linear layer that is complete on every tensor-parallel rank: a down projection of latent attention."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any):
         super().__init__()
@@ -106,7 +106,7 @@ class States(ColumnParallelLinear):
 
 
 class Scalar(nn.Module):
-    """As `States`, for a head to a few numbers, [labels, D], which every rank of a tensor-parallel group has whole."""
+    """As `States`, for a head that computes a few numbers. Its weight [labels, D] is complete on every tp rank."""
 
     def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()

@@ -30,11 +30,15 @@ SEED = 1
 FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
 """Prefixes of the settings of Megatron's fused operations, all of which are disabled."""
 TESTED = "0.16."
-"""Beginning of the versions of megatron-core that cause no warning; only 0.16.0 begins with it and does cause one."""
+"""Beginning of the versions of megatron-core that cause no warning; 0.16.0 is an exception and causes one."""
 
 
 def require() -> None:
-    """Install the patches of `repairs.py`, and on a CPU also of `cpu.py`. ValueError: megatron-core is missing."""
+    """Install the patches of `repairs.py`, and on a CPU also those of `cpu.py`.
+
+    Raises:
+        ValueError: megatron-core is missing.
+    """
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(
             "--policy.backend megatron needs megatron-core: "
@@ -146,10 +150,10 @@ def build(
 ) -> list[Any]:
     """Build this rank's part of a model: a list with one GPTModel for each of its virtual stages, in order.
 
-    On the last stage, the forward of a `Pack` returns the hidden states [1, S, D] after the last norm, the same on
-    every rank of a tensor-parallel group. On other stages it returns the input of the next stage. For the backward, the
-    caller must pass the complete gradient of the hidden states on each rank of the group. This is the sum over the
-    ranks' parts of the vocabulary (`head_weight`).
+    On the last stage, the model's forward on a packed micro-batch (`attention.Pack`) returns the hidden states [1, S,
+    D] after the last norm, the same on every rank of a tensor-parallel group. On other stages it returns the input of
+    the next stage. For the backward, the caller must pass the complete gradient of the hidden states on each rank of
+    the group. This is the sum over the ranks' parts of the vocabulary (`head_weight`).
 
     folder: HF safetensors; None leaves weights uninitialized. layout: as in `initialize`. head: `lm` for the language
     model's head; `value` or `score` for a linear layer to `labels` numbers. more: as in `transformer_config`.

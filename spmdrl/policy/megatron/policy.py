@@ -1,7 +1,7 @@
 """Implements `Policy` by Megatron-core with tensor, pipeline, context and expert parallelism.
 
-A micro-batch's loss is a sum divided by counts over all ranks and micro-batches, and gradients are summed over data
-positions. So the result does not depend on the layout (law 2).
+A micro-batch's loss is a sum divided by counts over all ranks and micro-batches, and gradients are summed over
+data-parallel ranks. So the result does not depend on the layout (law 2).
 """
 
 from dataclasses import replace

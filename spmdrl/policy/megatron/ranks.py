@@ -103,11 +103,11 @@ def over(ranks: dist.ProcessGroup | None) -> range:
 
 @contextmanager
 def making_groups(place: range) -> Iterator[None]:
-    """Inside this context, Megatron creates its groups over these ranks without calls on any other rank.
+    """Let Megatron create its groups over these ranks inside this context, without calls on any other rank.
 
     torch would split each group off the default communicator, and each split involves all ranks of the job. On hundreds
-    of GPUs there are thousands of splits. Creating a host-side group also involves ranks outside the group. So inside
-    this context each group is created by its ranks alone, and its communicator when the ranks first use it.
+    of GPUs there are thousands of splits. Creating a gloo group involves ranks outside the group, too. So inside this
+    context each group is created by its ranks alone, and its communicator when the ranks first use it.
     """
     from megatron.core import parallel_state
 

@@ -1,12 +1,12 @@
 """Routes tokens to experts in a Megatron policy: routing replay, a load-balancing loss, biases that balance the load.
 
-A pack carries the information that routers need (`attention.Params.routing`). A router gets this information each time
-the forward of its layer starts. So it belongs to the right pack even if activation checkpointing runs the layer again
-later.
+A packed micro-batch (`attention.Pack`) carries the information that routers need (`attention.Params.routing`). A router
+gets this information each time the forward of its layer starts. So it belongs to the right pack even if activation
+checkpointing runs the layer again later.
 
 The loss is the load-balancing loss of https://arxiv.org/abs/2101.03961 within each sequence, as in DeepSeek-V3
-(https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never divided over micro-batches or data positions, so
-this loss is the same in every layout. Megatron's own loss depends on the division into micro-batches.
+(https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never divided over micro-batches or data-parallel ranks,
+so this loss is the same in every layout. Megatron's own loss depends on the division into micro-batches.
 
 Shapes: S tokens of a pack on this rank (divided by tp under sequence parallelism), B sequences, L layers with experts,
 E experts, K experts per token.
@@ -63,7 +63,7 @@ def plan(
 
 
 class Router(TopKRouter):
-    """Megatron's router with routing replay; it counts the tokens of experts and has a load-balancing loss.
+    """Megatron's router with routing replay; it counts the tokens of each expert and has a load-balancing loss.
 
     Padding tokens affect neither the counts nor the loss.
     """
@@ -166,7 +166,7 @@ def _set_routing(router: Router, layer: nn.Module, args: tuple, kwargs: dict) ->
 
 
 def mean_loss(models: list[Any]) -> torch.Tensor:
-    """Return the mean over layers of `Router.balance`, the loss summed over the tokens of this data position.
+    """Return the mean over layers of `Router.balance`, the loss summed over the tokens of this data-parallel rank.
 
     The loss of a token is 1 if experts are used evenly, and E / K if the same K experts are always chosen. Collective.
     """

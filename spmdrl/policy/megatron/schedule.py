@@ -1,4 +1,4 @@
-"""Runs micro-batches through Megatron's pipeline and sends the last stage's results to every rank.
+"""Runs micro-batches through Megatron's pipeline and sends the last stage's results to all stages.
 
 Shapes: S tokens of a pack on this rank, T tokens of the complete pack.
 """
@@ -145,7 +145,7 @@ class Pipeline:
             forward_only=to_loss is None,
         )
         for model in self.models:
-            # A chunk would keep the input of its last micro-batch until the next pass.
+            # Otherwise the model would keep the input of its last micro-batch until the next pass.
             unwrapped(model).set_input_tensor([None])
         return numbers
 

@@ -19,10 +19,12 @@ it."""
 
 
 class Trainer:
-    """Gradient buffers of a model, summed over data positions, and its AdamW, which is sharded over data positions."""
+    """Gradient buffers of a model, summed over data-parallel ranks, and its AdamW, which these ranks shard."""
 
     def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
-        """models: the result of `model.build`. dtype: type of the forward. host_optimizer: use `HostAdamW`."""
+        """models: the result of `model.build`. dtype: the dtype in which the forward computes. host_optimizer: use
+        `HostAdamW`.
+        """
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.optimizer import OptimizerConfig as Settings
@@ -66,7 +68,7 @@ class Trainer:
             # `wd_mult` is 0 for vectors, which get no weight decay. Megatron multiplies by it only in its scheduler,
             # which is not used.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
-        # With this setting, gradients are summed over data positions and never divided by ranks, micro-batches or
+        # With this setting, gradients are summed over data-parallel ranks and never divided by ranks, micro-batches or
         # tokens.
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = lambda models, tokens=None, **groups: finalize(models, None, **groups)

@@ -1,13 +1,14 @@
 """Runs recurrent layers and short convolutions of transformers over packs.
 
-A layer's forward in transformers gets rows instead of the pack. On a GPU this forward uses the kernels of
-flash-linear-attention, causal-conv1d and mamba-ssm if they are installed; in all other cases it is plain torch. A row
-is one sequence, or a part of a sequence that starts from the last state of an earlier row. The state is passed as the
-layer's cache. Rows of similar length form a batch with padding at their ends, which does not affect earlier tokens.
+A layer's forward in transformers gets batches of rows instead of the pack. A row is one sequence, or a part of a
+sequence that starts from the last state of an earlier row; the state is passed as the layer's cache. Rows of similar
+length form a batch with padding at their ends, which does not affect earlier tokens. On a GPU the forward uses the
+kernels of flash-linear-attention, causal-conv1d and mamba-ssm if they are installed; in all other cases it is plain
+torch.
 
-In a tree (`data/tree.py`), a node with children is a separate row without padding, and passes its last state to its
-children. Some layers cannot start from a state. For them each row is a complete path from a root to a leaf, which is
-exact too, but costs as much as sequences without shared prompts.
+In a tree (`data/tree.py`), a node with children is a separate row without padding, unless it is a single token, and
+passes its last state to its children. Some layers cannot start from a state. For them each row is a complete path from
+a root to a leaf, which is exact too, but costs as much as sequences without shared prompts.
 """
 
 import inspect
@@ -47,7 +48,7 @@ Span = tuple[int, int]
 
 @dataclass
 class RowClass:
-    """B rows, padded to L slots, that a layer computes in one batch."""
+    """B rows, padded to L places (slots), that a layer computes in one batch."""
 
     gather: torch.Tensor
     """int64 [B * L]: index in the pack of the token in each slot; padding slots repeat the row's first token."""
@@ -60,7 +61,7 @@ class RowClass:
     starts: torch.Tensor | None
     """int64 [B]: index, among all states passed on so far, of the state from which each row starts; None for zeros."""
     hands: bool
-    """True if the rows pass on their last states. In the order of the rows, these join the states passed on so far."""
+    """True if the last states of the rows are passed on; they join those passed on so far in the order of the rows."""
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Rows:
 
     classes: list[RowClass]
     order: torch.Tensor
-    """int64 [T]: where the output for each token is in the concatenated outputs of the classes."""
+    """int64 [T]: position of the output for each token in the concatenated outputs of the classes."""
 
 
 def rows_of(packing: Packing, hand: bool) -> Rows:
@@ -241,7 +242,7 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
 
 @contextmanager
 def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterator[None]:
-    """Inside this context, limit Mamba-2's chunk size on a CPU to about the length of the rows.
+    """Limit Mamba-2's chunk size on a CPU to about the length of the rows, inside this context.
 
     In plain torch, the cost of a chunk is quadratic in its size, padding included. The size changes only rounding.
     """

@@ -89,7 +89,7 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
 def _groups(rope: Moving, packing: Packing) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return groups of a pack's tokens, int64 [n] each, whose sequences have the same frequencies.
 
-    Also return where each token is in the concatenated groups, int64 [T]. All results are in host memory.
+    Also return the position of each token in the concatenated groups, int64 [T]. All results are in host memory.
     """
     if packing.roots < len(packing.lengths):
         # All sequences of a tree have the same frequencies (`alike`).

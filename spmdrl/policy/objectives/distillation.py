@@ -57,7 +57,7 @@ class TargetReader:
 
 
 def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> TargetReader:
-    """Build the target reader of a student and its teachers.
+    """Build the function that teachers run to compute the targets of their student.
 
     section: section of the settings, for messages. paths: paths of student and teachers, in a form that `--model.path`
     accepts. model: settings that apply to all models.

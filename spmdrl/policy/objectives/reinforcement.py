@@ -46,7 +46,7 @@ class PolicyObjective(Objective):
     """Trains the policy by an `Algorithm`: ratio loss, KL, entropy bonus, correction for the engine's logp."""
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
-        """peers: one rank of each data position. start: `policy.updates_done` when the update starts; None if now."""
+        """peers: the data-parallel ranks. start: `policy.updates_done` when the update starts; None if now."""
         self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
