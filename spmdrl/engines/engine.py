@@ -2,7 +2,7 @@
 
 Engines return each completion as soon as it is finished, so early stops and several turns need no special code. An
 engine spans the ranks of one rollout TP group; all of them make the same calls in the same order and get the same
-completions.
+completions. Laws are the numbered design rules in CONTRIBUTING.md.
 """
 
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ class Request:
 
 @dataclass
 class Completion:
-    """The result of a request. logp: log p of each token at the request's temperature (at 1 when greedy)."""
+    """The result of a request. logp: log p of each token at the request's temperature (at temperature 1 if greedy)."""
 
     key: Key
     tokens: list[int]
@@ -105,9 +105,9 @@ class Engine(Protocol):
         ...
 
     def sleep(self, level: int) -> None:
-        """Free memory. Level 0 frees nothing; 1 frees the KV cache and moves the weights to the host; 2 frees both.
+        """Free memory. Level 0 frees nothing; 1 frees the KV cache and moves a GPU's weights to the host; 2 frees both.
 
-        After level 2 the engine's `version` is None.
+        After level 2, or if the engine cannot keep a copy of its weights at level 1, its `version` is None.
         """
         ...
 
@@ -223,7 +223,7 @@ def longest_sequence(cfg: Config) -> int:
 
 
 def without_quantization(config: Any) -> dict[str, Any]:
-    """Return overrides for a model's config with which an engine allocates the unquantized weights of a push.
+    """Return overrides for a model's config with which an engine allocates unquantized weights, as trainers send them.
 
     config: transformers' config of the folder, whose weight files may be quantized.
     """

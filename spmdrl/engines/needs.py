@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: a pair (first index, last index + 1) for every dimension."""
 
 
 @dataclass
@@ -156,7 +157,7 @@ def unfilled(model: torch.nn.Module, needs: Needs, kinds: Iterable[str]) -> list
 
 
 def check_filled(engine: str, lacking: list[str]) -> None:
-    """Raise ValueError if a push leaves out weights of an engine that started without values (law 5)."""
+    """Raise ValueError if the trainer did not send all weights of an engine that started without values."""
     if lacking:
         raise ValueError(
             f"--rollout.engine {engine}: the trainer has no tensor for {len(lacking)} of the engine's weights "

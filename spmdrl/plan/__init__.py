@@ -9,7 +9,7 @@ rank.py           builds the rank: its world, its models from config.json files 
 step.py           runs its step on a batch of sequences of full length
 passes.py         runs and measures only a few micro-batches of each pass of the step
 boxes.py          computes the boxes (ranges of weight tensors) that all ranks hold and need
-push.py           plans a weight push from the boxes of all ranks
+push.py           plans how training ranks send new weights to the engines, from the boxes of all ranks
 substitutes.py    replaces streams, groups and libraries that need a device
 kernels.py        replaces GPU kernels
 engine.py         replaces the engine by a simulated one, which only allocates memory

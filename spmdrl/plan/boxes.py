@@ -1,8 +1,8 @@
 """Computes, on one simulated rank, the boxes of weights that all ranks of a job hold and need.
 
 A box is a part of a weight tensor, given by an index range in every dimension. A real job gathers the boxes of all
-ranks and plans weight pushes from them. A plan simulates only one rank, so the models and the engine of this rank also
-compute the boxes of all other ranks.
+ranks and plans from them which training rank sends which weights to which engine. A plan simulates only one rank, so
+the models and the engine of this rank also compute the boxes of all other ranks.
 """
 
 import re
@@ -25,13 +25,13 @@ Boxes = list[Piece]
 
 
 class Everyone:
-    """The boxes that each rank of the job holds, and those that it needs, of one part of the policy."""
+    """The boxes that each rank of the job holds, and those that it needs as a rank of an engine, for one `Part`."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: computes the boxes of every training rank. engine: returns the simulated engine at a given place."""
+        """policy: computes the boxes of all training ranks. engine: rank within an engine -> simulated engine."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
-        """Distinct sets of pieces that ranks hold; the first set is empty, for ranks that hold nothing."""
+        """Distinct lists of pieces (`Piece`: a box with its tensor's name) that a rank holds; the first is empty."""
         self.holds = np.zeros(world.size, dtype=np.int64)
         held = of_megatron(world, policy) if hasattr(policy, "chunks") else of_fsdp(world, policy, part)
         self.pieces.append([])
@@ -67,7 +67,7 @@ class Everyone:
     def _alike(self) -> tuple[np.ndarray, list[int]]:
         """Group the tensors that differ only in the number of their layer; an engine divides them in the same way.
 
-        Return the number of each entry's group, int64 [entries], and the index of each group's first entry.
+        Return the number of each tensor's group, int64 [tensors], and the index of each group's first tensor.
         """
         numbers: dict[tuple, int] = {}
         first, of = [], np.zeros(len(self.entries), dtype=np.int64)
@@ -82,7 +82,7 @@ class Everyone:
         return of, first
 
     def _spread(self, boxes: list[tuple[int, Box]], alike: np.ndarray) -> np.ndarray:
-        """Return the boxes of all entries as sorted unique rows, given the boxes of each group's first entry."""
+        """Return the boxes of all tensors, one per row, sorted and unique, from those of each group's first tensor."""
         few = to_rows(boxes, self.dims)
         parts = []
         order = np.argsort(alike, kind="stable")
@@ -154,7 +154,7 @@ def _place(size: int, rank: int) -> Place:
 def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
     """Yield the ranks that hold equal pieces, and these pieces.
 
-    Ranks hold equal pieces if they have the same pipeline stage and the same place on the axes tp, etp and ep.
+    Ranks hold equal pieces if they have the same pipeline stage and the same position on the axes tp, etp and ep.
     """
     from megatron.core import parallel_state as state
     from megatron.core.pipeline_parallel import utils

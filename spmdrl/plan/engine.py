@@ -1,8 +1,8 @@
-"""Simulates an engine: implements the methods of `Engine` for memory and weight pushes, with a real engine's sizes.
+"""Simulates an engine: implements `Engine`'s methods for memory and for loading weights, with a real engine's sizes.
 
 A plan cannot start vLLM or SGLang, so `PaperEngine` replaces them and samples nothing. It allocates one meta tensor for
 the weights and one for the KV cache, with the sizes that a real engine allocates, so that the planner's memory counter
-sees both tensors allocated and freed.
+sees both tensors allocated and freed. The HF engine gets no cache tensor, because its cache grows while it samples.
 """
 
 from collections.abc import Callable, Iterable
@@ -135,7 +135,7 @@ class PaperEngine:
             self.weights = None
 
     def wake(self, what: Owner) -> None:
-        """Implements `Engine.wake`; allocates the memory unless it is allocated already."""
+        """Implements `Engine.wake`; allocates memory that is not allocated already, except the HF engine's cache."""
         if what == "weights" and self.weights is None:
             self.weights = torch.empty(self.weight_bytes, dtype=torch.uint8, device="meta")
         if what == "kv_cache" and self.cache is None and not self.grows:
@@ -158,7 +158,7 @@ class PaperEngine:
 
 
 def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
-    """Return a function that copies a sleeping engine for another place; the copy computes the boxes of that place."""
+    """Return a function from a rank within an engine to a copy of a sleeping engine that computes this rank's boxes."""
 
     def at(place: int) -> PaperEngine:
         other = copy(engine)

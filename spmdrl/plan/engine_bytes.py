@@ -215,7 +215,7 @@ def model_of(config: Any, trust_remote_code: bool = False) -> Model:
 
 
 def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_cpu: bool) -> Weights:
-    """Return the bytes of an engine's parameters on the rank at `place`."""
+    """Return the bytes of an engine's parameters on its rank number `place`."""
     out, width = Weights(), DTYPES[cfg.model.dtype].itemsize
     tied = not any(entry.name.endswith("lm_head.weight") for entry in model.entries)
     for entry in model.entries:

@@ -10,7 +10,7 @@ from spmdrl.spmd.roles import roles_of
 
 @dataclass(frozen=True)
 class Kind:
-    """A group of ranks of which one is planned, because the others need at most as much memory and traffic."""
+    """A group of ranks of which one is planned; the others are taken to need at most as much memory and traffic."""
 
     name: str
     rank: int
@@ -37,7 +37,7 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
 
 
 def config_of(cfg: Config) -> Any:
-    """Return transformers' config of the policy's model. Raises ValueError if `folder_of` does."""
+    """Return transformers' config of the policy's model. Raises ValueError if its config.json is not found."""
     from transformers import AutoConfig
 
     trust = cfg.model.trust_remote_code

@@ -33,7 +33,7 @@ class Pass:
 
 @dataclass
 class Work:
-    """One kind of pass of a model, measured over several numbers of micro-batches; or the model's optimizer step."""
+    """One kind of pass of a model, measured with several numbers of micro-batches; or the model's optimizer step."""
 
     model: str
     kind: str
@@ -56,7 +56,7 @@ def few_passes(
         paper: counts the memory, operations and traffic of the passes.
         works: a list to which each pass, and each optimizer step, is appended.
         updates: number of updates in a step.
-        rounds: numbers of rounds to run; a round is `model.multiple` micro-batches.
+        rounds: lengths of the passes to run instead, in rounds of `model.multiple` micro-batches, such as (1, 2).
     """
     with ExitStack() as stack:
         for name, model in models:

@@ -1,4 +1,7 @@
-"""Plans a weight push from the boxes of all ranks, and simulates its largest buckets."""
+"""Plans a push, in which training ranks send new weights to the engines, and simulates its largest buckets.
+
+A bucket is a group of tensors that are sent together. A box is a part of a weight tensor (`boxes.py`).
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,7 +46,10 @@ def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) ->
 
 
 def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of the buckets around the one that needs the most memory; count the bytes of all buckets."""
+    """Yield the tensors of the buckets that are simulated; count the bytes of all buckets.
+
+    If there are more than `FEW` buckets, only those around the bucket that needs the most memory are simulated.
+    """
     into, out, space = weights(plan)
     note(paper.traffic, plan)
     plan.received_bytes = int(into.sum())

@@ -26,7 +26,7 @@ class Load:
     """(axis, kind of collective) -> bytes that the rank sends."""
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
     peers: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(`send` or `receive`, other rank) -> bytes of a weight push to or from that rank."""
+    """(`send` or `receive`, other rank) -> bytes of the policy's weights sent to or received from that rank."""
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Axes:
     """Number of GPUs of a node; consecutive ranks fill one node after another."""
 
     def beside(self, rank: int) -> bool:
-        """Return True if another rank is on the same node as this rank."""
+        """Return True if the given rank is on the same node as this rank."""
         return rank // self.per_node == self.rank // self.per_node
 
     def divided(self, axis: str, kind: str, size: float) -> tuple[float, float]:
@@ -207,7 +207,9 @@ class Axes:
 
 
 def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Bound:
-    """Return the `Bound` of a phase. Links send and receive at once, so only the direction with more bytes counts.
+    """Return the `Bound` of a phase: the least seconds that its load keeps each resource busy.
+
+    Links send and receive at the same time, so only the direction with more bytes counts.
 
     micros: number of micro-batches of one pass; with `stages`, it determines the pipeline bubble.
     """
@@ -230,7 +232,7 @@ def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Boun
 
 
 def parking_bound(to_host: int, from_host: int, gpu: Gpu) -> Bound:
-    """Return the `Bound` of moving weights and optimizer states to the host before sampling, and back after it."""
+    """Return the `Bound` of moving tensors from the device to the host before sampling, and back after it."""
     return Bound(host=(to_host + from_host) / (gpu.host_gb_s * 1e9) if gpu.host_gb_s else 0.0)
 
 

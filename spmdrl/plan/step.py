@@ -36,7 +36,7 @@ class Step:
     held: dict[str, int]
     """Bytes on the device by owner at the start of training, before the first gradient, as in a run's device table."""
     moments: dict[str, Moment]
-    """Phase (`push`, `rollout`, `training`) -> live bytes at its peak."""
+    """Phase (`push` of weights to the engines, `rollout`, `training`) -> live bytes at its peak."""
     works: list[Work]
     push: Pass | None
     parked: dict[str, int]
@@ -76,7 +76,7 @@ class PaperRank:
         boxes: Callable[[Any, Part], Everyone],
         method: Callable[[Any], Any],
     ):
-        """Store the arguments and plan the weight push. `rank.py` then sets `hf_config` and the numbers of parameters.
+        """Store the arguments and plan how weights are sent. `rank.py` sets `hf_config` and the numbers of parameters.
 
         Args:
             cfg: settings of the job.
@@ -95,7 +95,7 @@ class PaperRank:
         self.laps: list[Moment] = []
         if models.policy is not None or engine is not None:
             plan_push(paper, self.memory.transfer, lambda part: boxes(models.policy, part))
-            # In a real job, ranks exchange versions to learn whether a push is due; a plan assumes that it is.
+            # In a real job, ranks exchange versions to learn whether the engines' weights are old; a plan assumes so.
             self.memory._stale = lambda: (0, True)  # type: ignore[method-assign]
 
     def checkpoint(self) -> int:
@@ -118,7 +118,7 @@ class PaperRank:
         return self.paper.live, self.laps[-1].live
 
     def step(self, rounds: tuple[int, ...] = (1, 2)) -> Step:
-        """Simulate one step. rounds: numbers of rounds of micro-batches that a pass measures (see `few_passes`)."""
+        """Simulate one step. rounds: lengths of the passes that are measured (see `few_passes`)."""
         self._ready()
         moments: dict[str, Moment] = {}
         before, began = self.paper.traffic.copy(), self.paper.flops

@@ -39,7 +39,7 @@ class Storages:
             self.tag = before
 
     def lap(self) -> Moment:
-        """Return the moment with the most bytes since the last call, and start a new measurement."""
+        """Return the moment with the most live bytes since the last call, and start a new measurement."""
         most, self.peak = self.peak, Moment(self.live, dict(self.by_tag))
         return most
 

@@ -260,7 +260,7 @@ def _megatron() -> None:
     settings = model.transformer_config
 
     def fixed(*args: Any, **more: Any) -> Any:
-        """Return the settings for packs of one fixed length, as in a plan, so that stages do not exchange lengths."""
+        """Return the settings for micro-batches of one length, as in a plan, so that stages exchange no lengths."""
         return settings(*args, **more, variable_seq_lengths=False)
 
     model.transformer_config = fixed

@@ -33,7 +33,7 @@ class Traffic:
     """Bytes and calls of the collectives of one rank."""
 
     bytes: Counter = field(default_factory=Counter)
-    """(axis, kind of collective) -> bytes that the rank sends; for a push also bytes that it receives."""
+    """(axis, kind of collective) -> bytes sent; on the axis `push` (weights to engines) also bytes received."""
     calls: Counter = field(default_factory=Counter)
     """(axis, kind of collective) -> number of collectives or messages."""
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Traffic:
     names: dict[str, str] = field(default_factory=dict)
     """Name of a group -> its axis. Ranks cannot be the key, because groups of several axes may have the same ranks."""
     peers: Counter = field(default_factory=Counter)
-    """(`send` or `receive`, rank) -> bytes of a push to or from that rank."""
+    """(`send` or `receive`, rank) -> bytes of the policy's weights sent to or received from that rank."""
 
     def copy(self) -> "Traffic":
         """Return a copy of the counts."""
@@ -53,7 +53,7 @@ class Traffic:
         return replace(self, **counts)
 
     def call(self, group: Any, axis: str) -> None:
-        """Record the axis of one of this rank's groups, unless the group has only one rank."""
+        """Record which mesh axis a process group of this rank belongs to, unless the group has only one rank."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
             self.names[group.group_name], self.axes[axis] = axis, ranks

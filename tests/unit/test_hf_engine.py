@@ -305,7 +305,7 @@ def without_last_logits(model) -> None:
     [
         pytest.param(lambda model: None, None, id="rounding of 0.3"),
         pytest.param(without_numbers, None, id="weights that are no numbers"),
-        pytest.param(without_last_logits, "does not compute the next token of a sequence (TypeError", id="own forward"),
+        pytest.param(without_last_logits, "fails when it decodes a sequence (TypeError", id="own forward"),
     ],
 )
 def test_a_causal_model_is_not_refused_as_one_that_is_not(change, error, caplog):

@@ -5,7 +5,7 @@ cannot drop finished rows. `Decoder.check` therefore compares decoding with and 
 have arrived. It refuses a model in which later tokens change the probabilities of earlier ones by more than rounding
 and near ties between experts explain.
 
-Shapes: B rows, V tokens of the vocabulary.
+A row is one sequence of the batch. Shapes: B rows, V tokens of the vocabulary.
 """
 
 import logging
@@ -66,7 +66,7 @@ class Decoder:
     def __init__(self, model: Any, ranks: dist.ProcessGroup | None):
         self.model, self.ranks = model, ranks
         self.way: str | None = WAYS[0]
-        """Method of the cache that keeps rows; None: no cache, so each step processes the full sequences."""
+        """Method of the cache that drops finished rows; None: no cache, so each step processes the full sequences."""
         self.checked = False
 
     def logits(self, group: Group) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Decoder:
         return out
 
     def extend(self, group: Group, tokens_B: torch.Tensor) -> None:
-        """Set the next tokens to process, one for each live row."""
+        """Set the next tokens to process, one for each live row; without a cache, append them to the rows."""
         column = tokens_B[:, None]
         group.inputs = column if self.way else torch.cat([group.inputs, column], 1)
 
@@ -138,7 +138,7 @@ class Decoder:
         else:
             if found[None] >= FAILED:
                 raise ValueError(
-                    f"--rollout.engine hf: {name} of transformers does not compute the next token of a sequence "
+                    f"--rollout.engine hf: the forward of transformers' {name} fails when it decodes a sequence "
                     f"({reasons[-1]}): take --rollout.engine vllm or a model of another family"
                 )
             # Rounding alone may exceed `close`; decoding without a cache measures how large the rounding is.

@@ -4,7 +4,7 @@ Rows of equal prompt length run as one left-aligned group without padding. A tok
 sampling from one uniform number, which depends only on the request's seed and the token's position. Except for
 rounding, a sample therefore does not depend on the other rows of its batch.
 
-The engine starts without weights: it reads none from the model's folder, and the first push brings all of them.
+The engine starts without weights: it reads none from the model's folder; the trainer sends all before the first sample.
 """
 
 from collections.abc import Iterable
@@ -67,7 +67,7 @@ class HFEngine:
         self.places = Layout(self.model).places((name, tuple(x.shape)) for name, x in self.tensors.items())
         """Checkpoint name -> name in `tensors` and index into that tensor."""
         self.lacking = set(self.places)
-        """Names of checkpoint tensors that have not arrived in any push since the memory was allocated."""
+        """Names of checkpoint tensors that the trainer has not sent since the memory was allocated."""
         self.counted: list[torch.Tensor] = []
         self.odd: set[int] = set()
         self.version: int | None = None
@@ -184,7 +184,7 @@ class HFEngine:
             x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
             for x, (i, box) in zip(held, boxes, strict=True)
         ]
-        # `needs` is called once for each pushed part of the model; `odd` collects the tensors without a checksum.
+        # `needs` is called once for each part of the model that is sent; `odd` collects tensors without a checksum.
         self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
         self.counted = [x for x in tensors.values() if id(x) not in self.odd]
         return Needs(boxes, [id(x) not in self.odd for x in held])
@@ -194,7 +194,7 @@ class HFEngine:
         """Implements `Engine.load`.
 
         Raises:
-            ValueError: some weights have not been in any push. The engine is left without a version (law 5).
+            ValueError: the trainer never sent some weights. The engine is left without a version.
         """
         self.version = None
         self.wake("weights")
@@ -256,7 +256,10 @@ class HFEngine:
 
 
 def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token [B] with its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
+    """Return the next token of each row [B] and its logp [B], drawn by inverse transform sampling within top_p.
+
+    A greedy row (temperature 0) takes the most likely token instead, with logp at temperature 1.
+    """
     greedy = group.temperature == 0
     scaled_BV = logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype)
     # On a CPU float64 is used, because torch sums a row's exponentials in a few float32 accumulators. With a vocabulary

@@ -40,7 +40,7 @@ def start(
     Returns:
         The model. Its weights are undefined; only buffers that checkpoints do not contain have values.
         The ranks over which layers are divided, or None if they are not divided.
-        This rank's box of each divided parameter.
+        This rank's box (its range of indices in every dimension) of each divided parameter.
         The 8-bit layers by the name of their weight.
     """
     trust, dtype = cfg.model.trust_remote_code, DTYPES[cfg.model.dtype]
@@ -85,7 +85,7 @@ def plan_of(config: Any, ranks: int) -> dict[str, str]:
 
 
 def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
-    """Cut a model's layers to this rank's part; return the box of each cut parameter.
+    """Cut a model's layers to this rank's part; return the range of indices (`Box`) of each cut parameter.
 
     Raises:
         ValueError: the model cannot be divided (`plan_of`).

@@ -56,7 +56,7 @@ class SharedMemory:
     def put(self, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> dict:
         """Write one bucket; return the message for the process that reads it.
 
-        parts: for each tensor, the boxes that the process reads.
+        parts: for each tensor, the boxes (ranges of indices in every dimension) that the process reads.
         """
         layout = entries(tensors)
         os.ftruncate(self.fd, 0)
@@ -124,4 +124,4 @@ class Broadcast:
         process.answer()
 
     def done(self) -> None:
-        """Do nothing, because the group is kept for the next push."""
+        """Do nothing, because the group is kept for the next weights."""

@@ -66,7 +66,7 @@ def quantizing(runner: Any, kind: str) -> Iterator[None]:
 
     vLLM quantizes a layer when its last weight arrives, with kernels that it chooses by its current config. A load that
     fails leaves layers on the meta device until they are finalized, so this happens after an error too; the engine
-    needs a complete push afterwards.
+    needs complete weights afterwards.
 
     runner: vLLM's model runner, on a GPU.
     """
@@ -135,7 +135,7 @@ def layout(cfg: Config) -> dict[str, Any]:
 def start_with_zeros() -> None:
     """Make vLLM's dummy loader fill parameters with zeros and leave buffers unchanged.
 
-    By default it writes random numbers, which would remain in padding and constants, because no push overwrites those.
+    By default it writes random numbers, which would remain in padding and constants, which the trainer never sends.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -167,7 +167,7 @@ def _cpu_options(cfg: Config, config: Any, folder: Path, longest: int) -> dict[s
     """Return the arguments of vLLM's LLM that only its CPU build needs. config: transformers' text config."""
     stateful = has_states(folder, cfg, longest)
     # For latent attention vLLM sets the block size itself. On CPUs with AMX it would also choose a kernel that rejects
-    # float32 and that packs weights once at start, which would make later pushes ineffective.
+    # float32 and that packs weights once at start, so weights that arrive later would have no effect.
     latent = getattr(config, "kv_lora_rank", None)
     options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
     # Prompts are not divided into chunks, because samples would then depend on the chunks: after each chunk vLLM resets

@@ -85,7 +85,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
             own_classes(model_of(llm))
         rehearse(llm, cfg)
         if packed:
-            # The rehearsal packed weights that the first push replaces.
+            # `rehearse` packed weights that the trainer's first weights replace.
             packed.clear()
     for name in set(shared):
         # All ranks of the group have mapped the memory. Without a name, the system frees it with the last process.
@@ -108,7 +108,7 @@ class Overridden:
 
 @contextmanager
 def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Make vLLM, if built inside this context, see a world that consists of `ranks`. Collective over them.
+    """Make vLLM, if built inside this context, see a world that consists of `ranks`. Collective over `ranks`.
 
     vLLM creates 2n - 1 groups for n ranks. They are created without splitting the run's NCCL communicator.
 

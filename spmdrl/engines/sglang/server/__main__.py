@@ -157,7 +157,8 @@ class Server:
 
         request = GetWeightsByNameReqInput(name=query, truncate_size=0)
         values = await self.tokenizer_manager.get_weights_by_name(request, None)
-        # With data parallelism of the attention, every copy of it returns the answers of all processes.
+        # With DP attention, SGLang returns one list per data-parallel rank. Each list already has the answers of all
+        # processes, so the first is enough.
         return [int(x) for x in (values[0] if values and isinstance(values[0], list) else values)]
 
     async def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes SGLang draw tokens like the HF engine, from seeds that depend only on data (law 3)."""
+"""Makes SGLang draw tokens like the HF engine, from seeds that depend only on data, not on ranks."""
 
 import math
 from importlib.util import module_from_spec, spec_from_file_location
@@ -30,7 +30,10 @@ def seed_at(seed: int, prompt_length: int) -> int:
 
 
 def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token [B] with logp [B, V] at each row's temperature (1 when greedy), by inverse transform.
+    """Return the next token of each row [B], and the logp of all tokens [B, V].
+
+    A greedy row (temperature 0) takes the most likely token, with logp at temperature 1. Other rows draw by inverse
+    transform sampling at their temperature, within top_p.
 
     info: SGLang's SamplingBatchInfo. The function reads only those of its flags that are on the host, so it never waits
     for the device.
