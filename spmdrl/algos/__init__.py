@@ -20,7 +20,7 @@ aggregate.py          reduces per-token losses to one number
 kl.py                 estimates of KL to the reference
 correction.py         importance weights for the difference between engine and trainer
 filters.py            chooses the groups that a step learns from
-resample.py           draws samples with replacement, preferring rewards that are likely right; a replay buffer
+resample.py           draws samples with replacement, preferring those whose reward is likely right; a replay buffer
 shaping.py            turns a score into the reward that advantages use
 preference.py         losses of pairs of responses, and of labelled responses
 value.py              losses of a critic, of an implicit reward model and of imitation; a cost's Lagrange multiplier

@@ -86,7 +86,8 @@ def correction_weights(
         mask: True where the policy sampled; bool [T] for packed inputs, or [B, T] of bools or 0 and 1 for padded ones.
         seq_T: int64 [T], the token's sequence; None for padded inputs, in which each row is a sequence.
         low: smallest ratio that is not set to 0; None: the default of the kind.
-        high: largest ratio that is kept; the kind sets a larger one to `high` or to 0. None: the default of the kind.
+        high: largest ratio that is left as it is; a larger one becomes `high` (tis) or 0 (icepop, mis). None: the
+            default of the kind.
         sequences: number of sequences, as in `aggregate.sum_per_sequence`.
 
     Raises:

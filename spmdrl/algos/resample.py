@@ -1,4 +1,4 @@
-"""Policy filtration, which draws samples with replacement and prefers rewards that are likely right; a replay buffer.
+"""Policy filtration: draws samples with replacement, preferring those whose reward is likely right; a replay buffer.
 
 Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks, in sample order, so that every rank draws
 the same sequences. A method is `f(score_N, groups, power)` and returns the relative frequency of each sequence, fp64

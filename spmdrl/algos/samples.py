@@ -117,7 +117,7 @@ class Samples:
         return finite(self, name, value, per_token=declared["shape"] == "T")
 
     def everyone(self, *columns_n: torch.Tensor, seq_n: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Gather columns over the rows of all ranks, in sample order. Collective in a run.
+        """Gather columns over the rows of all ranks, in sample order. Collective over the ranks of a run.
 
         Args:
             columns_n: columns of this rank's rows, [n] each. Integers must be at most 2^53, because they become fp64.

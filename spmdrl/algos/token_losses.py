@@ -87,10 +87,10 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossR
 
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
 
-    At `r = 1` the gradient is the plain policy gradient for any tau. The gradient decreases as `r` moves away from 1,
-    and it decreases faster if tau is larger.
+    The gradient is that of `-A r` times a gate, `4 p (1 - p)` with `p` the sigmoid. The gate is 1 at `r = 1` for any
+    tau. It decreases as `r` moves away from 1, and faster if tau is larger.
 
-    Further stat: `gate`, the factor on the gradient, 4 p (1 - p) with p the sigmoid.
+    Further stat: `gate`.
     """
     if not tau_pos > 0 or not tau_neg > 0:
         raise ValueError(f"tau_pos and tau_neg must be above 0, got {tau_pos} and {tau_neg}")

@@ -48,7 +48,7 @@ def way_to_gather(choice: str, size: int) -> str:
 
 
 def axis_product(config: Config) -> int:
-    """Return the product of the sizes of all axes but dp_shard; ep and etp are no factors, as they reuse its ranks."""
+    """Return the product of the sizes of all axes but dp_shard, without ep and etp, which reuse the same ranks."""
     axes = config.parallel
     return axes.dp_replicate * axes.sp * axes.cp * axes.tp * axes.pp
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in reward: a function in a module of `spmdrl.rewards`, with the reward's name unless it is `pooled`."""
+    """A built-in reward: a function in a module of `spmdrl.rewards`, named like the reward unless it is `pooled`."""
 
     module: str
     pooled: bool = False

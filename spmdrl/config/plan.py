@@ -61,7 +61,7 @@ def scorer_lines(config: Config) -> list[str]:
 
 
 def shards(config: Config, world_size: int) -> int:
-    """Return the size of the dp_shard axis; -1 in the settings means all ranks that the other axes leave."""
+    """Return the size of the dp_shard axis. The setting -1 means as many ranks as the other axes leave."""
     given = config.parallel.dp_shard
     return given if given != -1 else trainers(config, world_size) // axis_product(config)
 

@@ -45,7 +45,7 @@ def indexed(mixture: Mixture) -> list[Any]:
 
 
 def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
-    """Yield all rows in parts: the rows of a part, and the places in it of the rows that this rank encodes."""
+    """Yield all rows in parts: the rows of a part, and the indices in it of the rows that this rank encodes."""
     world, rows, total = session.world, Permuted(sources, seed=0, shuffle=False), sum(map(len, sources))
     count = max(STEPS * session.cfg.data.rows_per_step, world.size)
     for start in range(0, total, count):
@@ -239,7 +239,7 @@ def _row(file: Any, name: str) -> str:
 
 
 def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:
-    """Return the keys of a file's sequences, int64 [N], and their rows of `Stored.place_N4`, with 0 as the file index.
+    """Return the keys (`_key`) of a file's sequences, int64 [N], and their `Stored.place_N4` with 0 as the file index.
 
     names: names of all columns of numbers. needed: names of those that the file must have. count: number of sequences
     in the manifest. Raises ValueError if the file lacks a column, or if its tensors do not fit.
