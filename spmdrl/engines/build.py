@@ -137,7 +137,7 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ValueError if `--rollout.ep` or `--rollout.dp` exceeds 1 and ranks cannot divide the model's experts."""
+    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 and the model has no experts or ep does not divide them."""
     rollout = cfg.rollout
     if rollout.ep == rollout.dp == 1:
         return
@@ -154,10 +154,12 @@ def check_experts(cfg: Config) -> None:
 
 
 def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
-    """Raise ValueError if the KV cache is too small for the longest sequence or, on a CPU, exceeds free memory.
+    """Check the size of one rank's KV cache if `--rollout.kv-cache-gib` sets it.
 
-    The setting `--rollout.kv-cache-gib` is the size of one rank's cache. The HF engine's cache grows as it samples and
-    has no fixed size.
+    The HF engine's cache has no fixed size and is not checked.
+
+    Raises:
+        ValueError: the cache is too small for the longest sequence or, on a CPU, exceeds free memory.
     """
     gib = cfg.rollout.kv_cache_gib
     if engine == "hf" or not gib:

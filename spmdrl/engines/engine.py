@@ -217,7 +217,10 @@ def model_config(cfg: Config) -> Any:
 
 
 def longest_sequence(cfg: Config) -> int:
-    """Return the longest sequence, in tokens, that an engine must run: prompt and response, or question and verdict."""
+    """Return the longest sequence, in tokens, that an engine must run: prompt and response, or question and verdict.
+
+    The model's number of positions (`max_position_embeddings`) limits it.
+    """
     positions = getattr(model_config(cfg).get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 

@@ -118,7 +118,10 @@ def _pairs(base: Row, rows: list[Row]) -> list[Change]:
 
 
 def sweep(made: Plan) -> Tried:
-    """Plan a job with single changes; rank these plans and the job's own: first those that fit, by least seconds."""
+    """Plan a job with single changes, and rank these plans and the job's own.
+
+    Plans that fit come first, the fastest at the top; then those that do not, from the smallest shortfall.
+    """
     changes, failed = changes_of(made.cfg, made.world, config_of(made.cfg)), []
     rows = [row_of(made), *_planned(made, changes[: SWEPT - 1], failed)]
     rows.sort(key=lambda row: (not row.fits, row.seconds if row.fits else -row.spare))

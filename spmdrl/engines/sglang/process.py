@@ -123,6 +123,9 @@ class Process:
         """Return the next line that answers a command, or None; put lines about requests into `done` and `failed`.
 
         This waits at most `seconds` for the first line.
+
+        Raises:
+            EngineDiedError: the server's output has ended.
         """
         with suppress(queue.Empty):
             line = self.lines.get(timeout=seconds) if seconds else self.lines.get_nowait()
@@ -142,6 +145,7 @@ class Process:
         """Wait for the answer to a command and return it.
 
         Raises:
+            EngineDiedError: the server ended before it answered.
             RuntimeError: the command failed in the server, whose message the error repeats.
             TimeoutError: no answer within the time limit of a collective.
         """
