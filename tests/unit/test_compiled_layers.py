@@ -57,7 +57,7 @@ def test_compiled_layers_are_the_same_model_with_one_break_at_each_attention(fre
     assert all("torch.compiler.disable" in why for why in counters["graph_break"]), counters["graph_break"]
 
 
-def test_models_that_cannot_be_compiled_are_refused(monkeypatch):
+def test_models_that_cannot_be_compiled_are_refused():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes: Any = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=8, num_local_experts=2)
@@ -65,6 +65,7 @@ def test_models_that_cannot_be_compiled_are_refused(monkeypatch):
         mixture = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
     with pytest.raises(ValueError, match=r"--policy.compile-layers: layers of mixtral have mlp.experts \(MixtralExp"):
         compile_layers(mixture)
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    with pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE turns compilation off"):
+    # monkeypatch would leave dynamo's config without this entry.
+    off = torch._dynamo.config.patch(disable=True)
+    with off, pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE turns compilation off"):
         compile_layers(mixture)
