@@ -166,7 +166,7 @@ def acts_by(env: str) -> str:
     name, _, attribute = found.environment.rpartition(":")
     file, shown = (name, attribute) if name.endswith(".py") else (found.environment, found.environment)
     files = [_digest(file), _digest(str(found.settings.get("interaction_config_path") or ""))]
-    # The file's content stands for its name, so that a moved file counts as the same environment.
+    # The hash of the file's content replaces its name, so that a moved file counts as the same environment.
     names = "" if files[0] and shown == file else shown
     return repr(([getattr(found, each) for each in DECIDE if each != "environment"], names, files))
 

@@ -167,7 +167,7 @@ def load_or_exit(
 
 
 def exit_with(message: str) -> NoReturn:
-    """End every rank with exit code 2 for a user's mistake, which rank 0 prints."""
+    """End this rank with exit code 2 for a user's mistake, which rank 0 prints. Every rank calls this."""
     _print(message)
     if _rank() > 0:
         # torchrun ends all ranks when the first one exits, and rank 0 must print before that.

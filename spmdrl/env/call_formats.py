@@ -240,7 +240,7 @@ def _messages(text: str) -> list[tuple[str, str]]:
 def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Read blocks of code that begin with ```` ```python ```` as calls of the tool `python`. They stay in the text.
 
-    Recipes with a code interpreter use this form, such as ReTool: https://arxiv.org/abs/2504.11536
+    Recipes with a code interpreter, such as ReTool (https://arxiv.org/abs/2504.11536), use this form.
     """
     calls: list[Call] = []
     at = 0

@@ -145,7 +145,9 @@ class Policy(Protocol):
         ...
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """Return the numbers [T, ...] of a head function for a batch, in host memory; zeros outside the loss mask.
+        """Run a function in place of the head, and return what it computes for each token: tensors [T, ...].
+
+        They are the second part of the result of a `HeadFunction`, in host memory, and 0 outside the loss mask.
 
         The tuple is empty if no rank has a sequence. Only the fsdp backend implements `read` and `output_head`.
         """

@@ -61,7 +61,10 @@ class Found:
         return self.ratio <= 1
 
     def add(self, what: str, value: float, most: float) -> None:
-        """Record a difference `value` whose limit is `most`; a nan counts as infinite. what: its description."""
+        """Keep a difference `value` if none before was as large relative to its limit `most`; nan counts as infinite.
+
+        what: its description.
+        """
         ratio = value / most if value == value else float("inf")
         if ratio >= self.ratio:
             self.ratio, self.reason = ratio, f"{what} {value:.2g}"

@@ -40,7 +40,8 @@ SKEW = 1.0
 JOIN = 60.0
 """Maximum number of seconds that ranks started by torchrun wait for each other."""
 PAIR = 25.0
-"""Time limit in seconds of one round of pairs of nodes, with the start of processes and the wait for a late partner."""
+"""Time limit in seconds of one round of the network test, which tests nodes in pairs. It includes the start of the
+processes and the wait for a late partner."""
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

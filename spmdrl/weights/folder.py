@@ -106,7 +106,12 @@ class Tensors:
             raise ValueError(f"{self.folder}: {name} is in fp8, but config.json has no quantization_config")
         shape = self.shape(name)
         wanted = tuple(-(-n // block) for n, block in zip(shape, self.blocks, strict=False))
-        if name + SCALE not in self or len(shape) != 2:
+        if len(shape) != 2:
+            raise ValueError(
+                f"{self.folder}: the fp8 weight {name} has shape {shape}, and only matrices can be dequantised: use a "
+                "dequantised folder"
+            )
+        if name + SCALE not in self:
             raise ValueError(
                 f"{self.folder}: the fp8 weight {name} {shape} has no scales ({name + SCALE} {wanted}): copy the "
                 "folder again, or use a dequantised one"

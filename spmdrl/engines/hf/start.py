@@ -76,7 +76,7 @@ def plan_of(config: Any, ranks: int) -> dict[str, str]:
     strange = sorted({style for style in plan.values() if style not in ("colwise", "rowwise")})
     if strange or not plan:
         name = (getattr(config, "architectures", None) or [config.model_type])[0]
-        why = f"its plan has {', '.join(strange)}" if strange else "transformers has no plan for it"
+        why = f"its tensor-parallel plan has {', '.join(strange)}" if strange else "it has no tensor-parallel plan"
         raise ValueError(
             f"--rollout.tp {ranks}: the hf engine cannot divide {name} ({why}); "
             "take --rollout.engine vllm, or --rollout.tp 1"
