@@ -123,7 +123,9 @@ def test_a_model_that_the_hf_engine_cannot_divide_is_refused_before_anything_is_
 
     moe = Qwen3MoeConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     opt = OPTConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
-    for i, (model, name, why) in enumerate([(moe, "Qwen3MoeForCausalLM", "moe_tp_experts"), (opt, "opt", "no tensor-parallel plan")]):
+    for i, (model, name, why) in enumerate(
+        [(moe, "Qwen3MoeForCausalLM", "moe_tp_experts"), (opt, "opt", "no tensor-par")]
+    ):
         path = tmp_path / str(i)
         path.mkdir()
         save_file({}, path / "model.safetensors")
