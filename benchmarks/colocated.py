@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
 from benchmarks._about import available, measured_on, save  # noqa: E402
+from benchmarks._engine_steps import EngineSteps  # noqa: E402
 from benchmarks._models import random_published  # noqa: E402
 
 SIZES = {
@@ -51,34 +52,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """A reward that differs in each group, whatever random weights sample."""
 
 
-class Timed:
-    """Wrapper of an engine's `submit` and `poll` that records each step: running sequences and seconds."""
-
-    def __init__(self, engine: Any):
-        self.polls: list[tuple[int, float]] = []
-        self.running = 0
-        self._submit, self._poll = engine.submit, engine.poll
-        engine.submit, engine.poll = self.submit, self.poll
-
-    def submit(self, request: Any) -> None:
-        """Submit a request and count it."""
-        self.running += 1
-        self._submit(request)
-
-    def poll(self) -> list:
-        """Poll the engine and record its step."""
-        began, running = time.perf_counter(), self.running
-        done = self._poll()
-        self.polls.append((running, time.perf_counter() - began))
-        self.running -= len(done)
-        return done
-
-    def taken(self) -> dict[str, float]:
-        """Return figures of the steps since the last call: the median with all sequences running, and their number."""
-        polls, self.polls = self.polls, []
-        most = max(n for n, _ in polls)
-        full = [1000 * seconds for n, seconds in polls if n == most]
-        return {"sequences": most, "decode_ms": statistics.median(full), "engine_steps": len(polls)}
+def decoding(polls: list[tuple[int, float]]) -> dict[str, float]:
+    """Return the median milliseconds of the engine's steps in which most sequences ran, and numbers of both."""
+    most = max(n for n, _ in polls)
+    full = [1000 * seconds for n, seconds in polls if n == most]
+    return {"sequences": most, "decode_ms": statistics.median(full), "engine_steps": len(polls)}
 
 
 def settings(folder: Path, device: str, args: argparse.Namespace) -> list[str]:
@@ -130,7 +108,7 @@ def measure(folder: Path, device: str, args: argparse.Namespace, about: dict[str
         save(args.json, about, rows=rows)
         run.memory.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
         run.memory.engine.stop_tokens = []
-        timed, log = Timed(run.memory.engine), run.log
+        timed, log = EngineSteps(run.memory.engine), run.log
 
         def logged(step: int, *more: Any, **named: Any) -> Any:
             out = log(step, *more, **named)
@@ -138,7 +116,7 @@ def measure(folder: Path, device: str, args: argparse.Namespace, about: dict[str
             row = {"step": step + 1, "gib": {name: border.measured / 2**30 for name, border in phases.items()}}
             line = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
             kept = ("time/", "memory/", "logp_diff/", "tokens/s", "grad_norm", "response_length/mean")
-            rows.append(row | timed.taken() | {k: v for k, v in line.items() if k.startswith(kept)})
+            rows.append(row | decoding(timed.taken()) | {k: v for k, v in line.items() if k.startswith(kept)})
             save(args.json, about, rows=rows)
             show(rows[-1])
             return out

@@ -31,11 +31,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# Remove this folder from the path, because its megatron.py would hide the package `megatron`.
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
+
+from benchmarks._about import available, measured_on, refuse, save  # noqa: E402
+from benchmarks._engine_steps import EngineSteps  # noqa: E402
+
 SETTINGS = {
     "static": dict(assignment="static", oversample=1.0, partial_steps=0),
     "queue": dict(assignment="queue", oversample=1.0, partial_steps=0),
@@ -76,39 +81,20 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
-class Watched:
-    """Wrapper of an engine that sets the length of each request and records the work of each step."""
+class Watched(EngineSteps):
+    """Sets the length of each request, and records the work of each step."""
 
     def __init__(self, engine, longest: int, spread: float):
-        self.engine, self.longest, self.spread, self.tokens, self.running = engine, longest, spread, 0, 0
-        self.polls: list[tuple[int, float]] = []
-        """For every step of the engine: number of unfinished sequences, and seconds."""
-        self.submit_, self.poll_, self.abort_ = engine.submit, engine.poll, engine.abort
-        engine.submit, engine.poll, engine.abort = self.submit, self.poll, self.abort
+        super().__init__(engine)
+        self.longest, self.spread = longest, spread
 
     def submit(self, request) -> None:
         """Submit a request for the remaining tokens of its fixed length."""
         before = self.longest - request.max_new_tokens
-        request.max_new_tokens = length(*request.key[:2], self.longest, self.spread) - before
+        position, sample = request.key[:2]
+        request.max_new_tokens = length(position, sample, self.longest, self.spread) - before
         assert request.max_new_tokens > 0, "a complete response is not requested again"
-        self.running += 1
-        self.submit_(request)
-
-    def poll(self) -> list:
-        """Poll the engine and record the time of its step."""
-        began, running = time.perf_counter(), self.running
-        done = self.poll_()
-        self.polls.append((running, time.perf_counter() - began))
-        return self._count(done)
-
-    def abort(self, keys) -> list:
-        """Abort requests and count their tokens."""
-        return self._count(self.abort_(keys))
-
-    def _count(self, done: list) -> list:
-        self.tokens += sum(len(completion.tokens) for completion in done)
-        self.running -= len(done)
-        return done
+        super().submit(request)
 
 
 def side(folder: Path, args) -> None:
@@ -150,7 +136,7 @@ def side(folder: Path, args) -> None:
         watched, experience = Watched(run.memory.engine, args.longest, args.spread), run.experience
 
         def seen(step: int):
-            watched.tokens, watched.polls = 0, []
+            watched.taken()
             done = experience(step)
             carried = sum(e.generated for group in done.carried for e in group.episodes)
             row = {"sampled": watched.tokens, "carried": carried, "polls": watched.polls}
@@ -386,11 +372,8 @@ def show_ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Print a table and the target; write JSON."""
     args = arguments()
-    sys.path[:0] = [str(ROOT)]
     if args.side:
         return side(args.side, args)
-    from benchmarks._about import available, measured_on, refuse, save
-
     kind = available()
     about = measured_on(kind, args.json) | {"engine": args.engine, "own": OWN, "median": MEDIAN}
     about |= {name: getattr(args, name) for name in NUMBERS} | {"lengths": show_lengths(args)}

@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "kernels"), str(Path(_
 import torch  # noqa: E402
 from _check import GOALS, KINDS, LIMITS, NAMES, share, too_far  # noqa: E402
 from _contenders import Contender, compiled  # noqa: E402
-from _measure import Job, facts_of, measure, options, plot, reason, save, show, target, worst_ratios  # noqa: E402
+from _measure import Job, each_shape, facts_of, options, plot, reason, show, target, worst_ratios  # noqa: E402
 
 from spmdrl_kernels import token_logprob  # noqa: E402
 
@@ -154,11 +154,8 @@ def main() -> None:
         print(f"left out: {name}: {problem}", flush=True)
     field = [c for c in field if c.name not in facts["left_out"]]
     rows = []
-    for shape in args.shapes or SHAPES[device + (" quick" if args.quick else "")]:
-        keep = partial(lambda done, part: save(args.json, facts, done + part), list(rows))
-        jobs = jobs_of(shape, device, dtype, field)
-        part = measure(jobs, device, args.seconds, bare_copy(shape, device, dtype), keep)
-        del jobs
+    shapes = args.shapes or SHAPES[device + (" quick" if args.quick else "")]
+    for shape, part in each_shape(shapes, args, facts, partial(jobs_of, field=field), bare_copy, dtype):
         rows += part
         show(part, "TV")
         if device == "cuda" and shape == TARGET:

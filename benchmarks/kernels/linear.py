@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "kernels"), str(Path(_
 import torch  # noqa: E402
 from _check import check, make, precision, work  # noqa: E402
 from _contenders import contenders  # noqa: E402
-from _measure import MIB, Job, facts_of, measure, options, plot, save, show, target, worst_ratios  # noqa: E402
+from _measure import MIB, Job, each_shape, facts_of, options, plot, show, target, worst_ratios  # noqa: E402
 
 TARGET = (8192, 4096, 151936)
 NARROW = (8192, 896, 151936)
@@ -146,11 +146,8 @@ def main() -> None:
         print(f"left out: {name}: {problem}", flush=True)
     field = [c for c in field if c.name not in wrong]
     rows = []
-    for shape in args.shapes or SHAPES[device + (" quick" if args.quick else "")]:
-        keep = partial(lambda done, part: save(args.json, facts, done + part), list(rows))
-        jobs = jobs_of(shape, device, dtype, field)
-        part = measure(jobs, device, args.seconds, bare_matmul(shape, device, dtype), keep)
-        del jobs
+    shapes = args.shapes or SHAPES[device + (" quick" if args.quick else "")]
+    for shape, part in each_shape(shapes, args, facts, partial(jobs_of, field=field), bare_matmul, dtype):
         rows += part
         show(part, "TDV")
         if device == "cuda" and shape in (TARGET, NARROW):

@@ -8,6 +8,7 @@ machine for PyTorch lacks. The driver's libraries are replaced by small ones mad
 other functions fail. Libraries load with every symbol resolved, and no kernel runs.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -36,7 +37,7 @@ const char *nvmlErrorString(int r) { return "no driver"; }
 GPU = "import torch; torch.cuda.is_available = lambda: True; torch.cuda.get_device_capability = lambda *a: (9, 0)"
 CHECK = f"{GPU}; from benchmarks.pack_vllm import check; wrong = check(); print(*wrong, sep=chr(10)); assert not wrong"
 CONFIG = f"""{GPU}
-import sys
+import json, sys
 from transformers import Qwen2Config
 from vllm.engine.arg_utils import EngineArgs
 sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
@@ -44,7 +45,7 @@ Qwen2Config(num_key_value_heads=2, architectures=["Qwen2ForCausalLM"], **sizes).
 config = EngineArgs(
     model=sys.argv[1], dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, enable_sleep_mode=True,
     distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs", max_model_len=128,
-    **eval(sys.argv[2]),
+    **json.loads(sys.argv[2]),
 ).create_engine_config()
 print("second runner:", config.use_v2_model_runner)
 """
@@ -101,4 +102,4 @@ def test_every_module_that_the_engine_imports_is_there(run):
     ids=str,
 )
 def test_the_engine_is_configured_for_an_h100(run, tmp_path, more):
-    assert "second runner: True" in run("-c", CONFIG, str(tmp_path), str(more))
+    assert "second runner: True" in run("-c", CONFIG, str(tmp_path), json.dumps(more))
