@@ -25,7 +25,9 @@ CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.
 """The key of the KL controller in files of other versions, the setting that replaces the key, and the value of this
 setting if a file lacks it."""
 RESHARD, GATHER = "policy.reshard_after_forward", "policy.gather"
-"""A key in files of other versions (false: layers stay gathered after their forward), and the setting in its place."""
+CHOICES = {RESHARD: (GATHER, "", "once"), "policy.liger": ("policy.liger", "on", "off")}
+"""Boolean setting in files of other versions -> the setting that replaces it, and its values for true and for false; an
+empty value leaves the setting out."""
 MERGED = {
     "policy.recompute": "policy.activation_checkpointing",
     CONTROLLER: TARGET,
@@ -102,16 +104,22 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
             _flatten(root, "", path, found, problems, itertools.count())
     except OverflowError as error:
         problems.append(f"--config {path}: {error}")
-    for entry in [entry for entry in found if entry[0] == RESHARD]:
-        value = (entry[1].values or [""])[0].lower()
-        if value in TRUE | FALSE:
-            found.remove(entry)
-            found += [(GATHER, replace(entry[1], values=["once"]))] if value in FALSE else []
+    found = [entry for name, given in found for entry in _chosen(name, given)]
     controller = dict(found).get(CONTROLLER)
     if controller and controller.values in (["fixed"], ["adaptive"]):
         default = Given([DEFAULT_TARGET], controller.origin)
         return list(with_target(dict(found), controller.values == ["adaptive"], default).items())
     return found
+
+
+def _chosen(name: str, given: Given) -> Entries:
+    """Return an entry of a file with the value that replaces a boolean of other versions (CHOICES), or no entry."""
+    value = (given.values or [""])[0].lower()
+    if name not in CHOICES or value not in TRUE | FALSE:
+        return [(name, given)]
+    other, yes, no = CHOICES[name]
+    chosen = yes if value in TRUE else no
+    return [(other, replace(given, values=[chosen]))] if chosen else []
 
 
 def one_resampling(found: Entries) -> Entries:

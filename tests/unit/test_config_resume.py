@@ -81,6 +81,10 @@ def test_resume_and_files_read_whether_layers_stay_gathered(folder, tmp_path, wr
     (folder / "config.yaml").write_text(text.replace("  gather: auto", f"  reshard_after_forward: {written}"))
     assert "reshard" in (folder / "config.yaml").read_text() and lines(folder) == []
     assert load("--config", str(folder / "config.yaml")).policy.gather == gather
+    (tmp_path / "old.yaml").write_text(f"policy: {{liger: {written}}}\n")
+    assert load("--config", str(tmp_path / "old.yaml"), "--run.device", "cpu").policy.liger == {"true": "on"}.get(
+        written, "off"
+    )
     (tmp_path / "old.yaml").write_text("policy: {reshard_after_forward: perhaps}\n")
     with pytest.raises(ConfigError, match="mean policy.gather"):
         load("--config", str(tmp_path / "old.yaml"))
