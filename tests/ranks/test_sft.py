@@ -242,7 +242,7 @@ def test_refused_rows_are_named_counted_and_end_the_job(data, tmp_path):
     assert sum(row["data/refused"] for row in metrics(tmp_path / "run")) == 4
     with pytest.raises(RankError) as error:
         run_ranks(trained, 2, str(tmp_path / "ends"), data, more | {"data": {"train": (str(bad),)}})
-    assert "--data.max-refused allows 0.05" in str(error.value)
+    assert "--data.max-refused allows a share of 0.05" in str(error.value)
     # Those of the first step, three of them here, with their places.
     why = {21: "message 1 has the role 'wizard'", 22: "not a list of messages", 23: "it needs messages", 24: "not JSON"}
     told = [line for line, said in why.items() if said in str(error.value) and f"{bad}:{line}: " in str(error.value)]

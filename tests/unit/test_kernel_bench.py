@@ -238,7 +238,7 @@ def test_kernel_bench_leaves_the_rounds_it_has_done(bench, name, monkeypatch, tm
 
         return real(jobs, device, seconds, bare, kept)
 
-    monkeypatch.setattr(module, "measure", stops)
+    monkeypatch.setattr(bench.measure, "measure", stops)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     path = tmp_path / "out.json"
