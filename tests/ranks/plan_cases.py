@@ -1,6 +1,7 @@
 """One job twice, for `test_plan.py`: on real gloo ranks, and by the planner, both counted in the same way."""
 
 import ctypes
+import gc
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,15 @@ def of_memory(x: Any) -> Any:
     return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def plain_products() -> None:
-    """Leaves products to torch: the tiles and widened copies of a host's own are not planned."""
+def steady() -> None:
+    """Makes what this process allocates the same in every run, on paper and on a real rank.
+
+    Products are left to torch: the tiles and widened copies of a host's own are not planned. No garbage is collected
+    inside a pass: reference cycles hold activations until then, and the moment depends on all that came before.
+    """
     from spmdrl_kernels import host
 
+    gc.disable()
     host.AVAILABLE = host.WIDENS = False
 
 
@@ -191,6 +197,7 @@ class Watched:
         # An input that a pass leaves would hide, in a plan, that later passes hold an input too.
         assert not inputs(self.model), "a pass left its last input"
         self.model.reshard()
+        gc.collect()
         self.paper.lap()
         self.begun = self.paper.live, self.paper.traffic.copy()
 
@@ -205,7 +212,7 @@ class Watched:
 
 def real(world, cases: list) -> dict:
     """Returns case -> what this rank holds, takes and sends. cases: (key, config)."""
-    plain_products()
+    steady()
     with even_choice(), host_apart():
         return {key: measured(world, cfg) for key, cfg in cases}
 
@@ -358,7 +365,7 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
     """Returns what the planner says of a rank, in the words of `measured`. It needs a process of its own."""
     from spmdrl.plan.rank import open_rank
 
-    plain_products()
+    steady()
     stage, stages, virtual = 0, 1, cfg.parallel.virtual_stages
     if cfg.policy.backend == "megatron":
         stages = cfg.parallel.pp
