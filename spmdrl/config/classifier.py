@@ -1,4 +1,4 @@
-"""Settings of a reward model in a YAML file: its path, the weights of its labels, its tokenizer, reasoning steps."""
+"""Settings for a reward model described by a YAML file: its path, label weights, tokenizer and reasoning steps."""
 
 import math
 from collections.abc import Collection
@@ -12,30 +12,30 @@ FLAG = "--reward.model"
 
 @dataclass(frozen=True)
 class ClassifierConfig:
-    """A Hugging Face classifier that scores responses, as a file describes it (docs/rewards.md)."""
+    """A Hugging Face classifier that scores responses, as described by a YAML file (docs/rewards.md)."""
 
     path: str = ""
-    """The model, in a form that `--model.path` takes."""
+    """The model, in any form that `--model.path` accepts."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Label -> factor on its score; a label that is not listed has factor 0. Empty: factor 1, for a model with one
+    """Label -> weight of its score; labels that are not listed have weight 0. Empty: weight 1, for a model with one
     label."""
     tokenizer: Literal["auto", "own"] = "auto"
-    """Tokens that the model reads. `own`: the text in tokens of the model's tokenizer. `auto`: the policy's tokens if
-    both tokenizers give every token the same id, else as `own`."""
+    """Tokenizer for the model's input. `own`: the text is encoded with the model's tokenizer. `auto`: the policy's
+    tokens are used if both tokenizers give every token the same id, otherwise as `own`."""
     steps: str = ""
-    """Text that separates reasoning steps, each of which is scored at its end. Empty: only the end of the response is
-    scored."""
+    """Text that separates reasoning steps, each of which is scored at its end. Empty: score only the end of the
+    response."""
     reduce: Literal["min", "mean", "last", "product"] = "min"
-    """How the scores of steps become the score of the response: `min`, `mean`, `last` or `product`."""
+    """How step scores are reduced to the response's score: `min`, `mean`, `last` or `product`."""
 
 
 def is_classifier(value: str) -> bool:
-    """Return True if `value`, a value of `--reward.model`, names a YAML file instead of a model."""
+    """Return True if `value`, a value of `--reward.model`, is a YAML file instead of a model."""
     return value.endswith(SUFFIXES)
 
 
 def classifier_of(value: str) -> ClassifierConfig | None:
-    """Return the settings of the file that `--reward.model` names; None for a model's path or an empty value.
+    """Return the settings loaded from the file in `--reward.model`, or None if the value is empty or a model path.
 
     Raises ValueError as `read_classifier` does.
     """
@@ -43,18 +43,18 @@ def classifier_of(value: str) -> ClassifierConfig | None:
 
 
 def model_path(value: str) -> str:
-    """Return the path of the model that `--reward.model` names, or "". Raises ValueError as `read_classifier` does."""
+    """Return the path of the `--reward.model` model, or "". Raises ValueError as `read_classifier` does."""
     return read_classifier(value).path if is_classifier(value) else value
 
 
 def scores_steps(value: str) -> bool:
-    """Return True if `--reward.model` names a process reward model. Raises ValueError as `read_classifier` does."""
+    """Return True if `--reward.model` is a process reward model. Raises ValueError as `read_classifier` does."""
     found = classifier_of(value)
     return bool(found and found.steps)
 
 
 def read_classifier(file: str) -> ClassifierConfig:
-    """Return the settings of a reward model's YAML file. Raises ValueError with a line for each problem."""
+    """Return the settings in a reward model's YAML file. Raises ValueError with one line per problem."""
     return read_settings(FLAG, file, ClassifierConfig, "a reward model (docs/rewards.md)", _problems)
 
 
@@ -75,7 +75,7 @@ def _problems(found: ClassifierConfig, given: Collection[str]) -> list[str]:
 
 
 def scored_by(file: str) -> str:
-    """Return a text that changes with the settings of a file, so that a resume notices changes.
+    """Return a fingerprint of the settings in a file, which a resume compares to detect changes.
 
     Raises ValueError as `read_classifier` does.
     """

@@ -1,4 +1,4 @@
-"""Settings of on-policy distillation, and the rules for them."""
+"""Settings for on-policy distillation, with their rules."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -18,62 +18,61 @@ from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
 @hides(Job.DISTILL)
 @dataclass
 class TeacherConfig(ReferenceConfig):
-    """The teacher, a frozen model from which the student learns."""
+    """The teacher, a frozen model that the student learns from."""
 
     path: str = ""
-    """The teacher, in a form that `--model.path` takes. Unless `--distill.align` is set, it reads the student's tokens;
-    its vocabulary may be padded to another length."""
+    """The teacher, in any form that `--model.path` accepts. Unless `--distill.align` is set, it reads the student's
+    tokens, but its vocabulary can be padded to a different size."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.reference.refresh_every)
-    """Share m of the student in each refresh (`--reference.refresh-every`): the new teacher has the weights m x student
-    + (1 - m) x teacher. With m below 1 it is a moving average of the student (SDFT, https://arxiv.org/abs/2601.19897);
-    with m = 1 it is a copy of the student."""
+    """Weight m of the student in each update (`--reference.refresh-every`): the new teacher is m x student + (1 - m) x
+    teacher. With m below 1 it is a moving average of the student (SDFT, https://arxiv.org/abs/2601.19897); with m = 1
+    it is a copy of the student."""
 
 
 @dataclass
 class DistillSection(DivergenceConfig):
-    """The divergence between student and teachers, further teachers, and the text that each model reads."""
+    """The divergence between student and teachers, additional teachers, and the text that each model reads."""
 
     more_teachers: tuple[str, ...] = ()
     """Teachers in addition to `--reference.path`. `path=weight`: the loss is the weighted mean of the divergences from
-    these teachers and from the first teacher, whose weight is 1. `path@source`: only this teacher is used for the rows
-    with this `data_source`."""
+    these teachers and from the first teacher, whose weight is 1. `path@source`: rows with this `data_source` use only
+    this teacher."""
     given_per_step: int = setting(0, at_least(0))
-    """Number N of a step's prompts that get their response from the data set and not from the student. They are in
-    addition to `--rollout.prompts-per-step`. With P prompts of S samples, the share of the student's responses (GKD's
-    lambda) is P x S / (P x S + N)."""
+    """Number N of prompts per step whose responses come from the data set instead of the student, in addition to
+    `--rollout.prompts-per-step`. With P prompts of S samples, the fraction of student responses (GKD's lambda) is P x S
+    / (P x S + N)."""
     given_column: str = setting("", only_with=lambda c: c.distill.given_per_step)
-    """Column with the text of the responses from the data set. Empty: `--data.answer-column`."""
+    """Column with the response text from the data set. Empty: `--data.answer-column`."""
     teacher_template: str = ""
-    """Template of the prompt that the teacher reads, in place of `--data.template`; `{column}` inserts a column that
-    only the teacher reads (SDFT, https://arxiv.org/abs/2601.19897). Empty: the teacher reads the student's prompt."""
+    """Prompt template for the teacher, used instead of `--data.template`; `{column}` inserts a column that only the
+    teacher reads (SDFT, https://arxiv.org/abs/2601.19897). Empty: the teacher reads the student's prompt."""
     on_engine: bool = False
-    """Run the teachers in the run's engine, so that the trainer's memory holds no teacher: after a step is sampled, a
+    """Run the teachers in the run's engine to keep them out of the trainer's memory: after a step is sampled, a
     teacher's weights replace the student's in the engine. Teachers must have the student's architecture."""
     align: Literal["off", "uld", "gold"] = "off"
-    """Loss for a teacher whose tokenizer differs from the student's; the teacher reads the student's response as text.
-    `uld`: distance between the sorted probabilities of both models over spans of text
-    (https://arxiv.org/abs/2402.12030). `gold`: the divergence for tokens that both models have, and `uld` for other
-    tokens. `off`: both models have the same tokens."""
+    """Loss for a teacher with a different tokenizer from the student's; the teacher reads the student's response as
+    text. `uld`: distance between the sorted probabilities of both models over spans of text
+    (https://arxiv.org/abs/2402.12030). `gold`: the divergence for tokens in both vocabularies, and `uld` for the
+    others. `off`: both models use the same tokens."""
     merge: Literal["first", "last"] = setting("first", only_with=lambda c: c.distill.align != "off")
-    """Distribution that stands for a span of several tokens. `first`: the distribution at its first token times the
-    probabilities of the later tokens. `last`: the distribution at its last token times the probabilities of the earlier
-    tokens."""
+    """Distribution used for a span of several tokens. `first`: the one at its first token, times the probabilities of
+    the later tokens. `last`: the one at its last token, times the probabilities of the earlier tokens."""
 
 
 @dataclass(frozen=True)
 class FurtherTeacher:
-    """A teacher of `--distill.more-teachers`."""
+    """A teacher from `--distill.more-teachers`."""
 
     path: str
     weight: float
     """Weight of this teacher's divergence in the loss; the first teacher has weight 1."""
     source: str
-    """The `data_source` of rows for which only this teacher is used. Empty: with the first teacher it is used for all
-    rows that are not reserved for one teacher."""
+    """The `data_source` of the rows that use only this teacher. Empty: it is used together with the first teacher, for
+    all rows that are not reserved for one teacher."""
 
 
 def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
-    """Return the teachers of `--distill.more-teachers` by name. Raises ValueError for an entry of a wrong form."""
+    """Return the teachers in `--distill.more-teachers` by name. Raises ValueError for a malformed entry."""
     found = {}
     for number, spec in enumerate(specs, 2):
         form = f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source"
@@ -88,7 +87,7 @@ def read_teachers(specs: tuple[str, ...]) -> dict[str, FurtherTeacher]:
 
 
 def _values(section: str) -> dict:
-    """Return the values that the preset `distill` sets in a section of the settings."""
+    """Return the values that the `distill` preset sets in a section."""
     named = PRESETS["distill"].settings.items()
     return {name.partition(".")[2]: value for name, value in named if name.startswith(f"{section}.")}
 
@@ -96,7 +95,7 @@ def _values(section: str) -> dict:
 @hides(Job.DISTILL)
 @dataclass
 class DistillationConfig(Config):
-    """On-policy distillation of a language model. Every rank runs this same program."""
+    """On-policy distillation for language models. Every rank runs this same program."""
 
     run: RunConfig = section(RunConfig, name="distill")
     reference: TeacherConfig = section(TeacherConfig, enabled="on")
@@ -108,22 +107,22 @@ class DistillationConfig(Config):
 
     @property
     def aligns_tokens(self) -> bool:
-        """True if the teacher may have another tokenizer than the student."""
+        """True if the teacher can have a different tokenizer from the student."""
         return self.distill.align != "off"
 
     def further_teachers(self) -> dict[str, FurtherTeacher]:
-        """Return name -> teacher for all teachers but the first. Raises ValueError as `read_teachers` does."""
+        """Return name -> teacher for all teachers except the first. Raises ValueError as `read_teachers` does."""
         return read_teachers(self.distill.more_teachers)
 
     def engine_teachers(self) -> dict[str, str]:
-        """Return name -> path of the teachers that run in the engine; empty without `--distill.on-engine`."""
+        """Return name -> path for the teachers that run in the engine, or {} without `--distill.on-engine`."""
         if not self.distill.on_engine:
             return {}
         return {"reference": self.reference.path} | {name: t.path for name, t in self.further_teachers().items()}
 
 
 def check_distillation(config: DistillationConfig, world_size: int, here: bool = True) -> None:
-    """Check all settings together. here: as in `run_problems`. Raises ConfigError with a line for every problem."""
+    """Check all settings together. here: as in `run_problems`. Raises ConfigError with one line per problem."""
     refuse(_problems(config) + run_problems(config, world_size, here))
 
 
@@ -190,7 +189,7 @@ def _align_problems(config: DistillationConfig) -> list[str]:
 
 
 def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
-    """Return the lines of a distillation's plan, which are printed at the start and by `--dry-run`."""
+    """Return the lines of the distillation plan, which are printed at startup and by `--dry-run`."""
     distill = config.distill
     temperature = config.rollout.temperature
     words = divergence_words(distill, temperature)

@@ -1,4 +1,4 @@
-"""Settings of a divergence from a teacher, for distillation and supervised fine-tuning, and their rules."""
+"""Settings for the divergence from a teacher, for distillation and supervised fine-tuning, with their rules."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,21 +9,20 @@ from spmdrl.config.fields import Problems
 
 @dataclass
 class DivergenceConfig:
-    """The loss of a student: its divergence from a teacher."""
+    """The student's loss: its divergence from a teacher."""
 
     beta: float = setting(1.0, UNIT, only_with=lambda c: c.has_teacher)
-    """Kind of divergence. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between: GKD's
-    generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
+    """Divergence to minimise. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between:
+    GKD's generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
     top_k: int = setting(0, at_least(0), only_with=lambda c: c.has_teacher)
-    """Number K of tokens that are compared at each position: the most likely ones of the teacher. 0: all tokens of the
-    vocabulary."""
+    """Compare only the teacher's K most likely tokens at each position. 0: the full vocabulary."""
     tail: Literal["bucket", "renormalize"] = setting("bucket", only_with=lambda c: c.has_teacher)
-    """Treatment of tokens that are not among the K most likely ones (`top_k`): `bucket` counts them as one token;
-    `renormalize` leaves them out and renormalises both distributions over the K tokens."""
+    """How tokens outside the top K (`top_k`) are handled: `bucket` merges them into a single token; `renormalize` drops
+    them and renormalises both distributions over the K tokens."""
 
 
 def divergence_problems(config: Any, section: str) -> list[str]:
-    """Return a line for each setting that is in conflict with the divergence in the section `section` of `config`."""
+    """Return a line for each setting that conflicts with the divergence in `config`'s section `section`."""
     chosen, problems = getattr(config, section), Problems(config)
     if config.model.dtype == "float16":
         problems.add("model.dtype", "a divergence from a teacher has no loss scale; take bfloat16 or float32")
@@ -37,7 +36,7 @@ def divergence_problems(config: Any, section: str) -> list[str]:
 
 
 def divergence_words(chosen: DivergenceConfig, temperature: float) -> str:
-    """Return the divergence in words, for the lines that a run prints at its start."""
+    """Return a description of the divergence, for the lines that a run prints at startup."""
     kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(chosen.beta, f"Jensen-Shannon divergence, beta {chosen.beta:g}")
     over = f"the teacher's {chosen.top_k:,} likeliest tokens" if chosen.top_k else "all tokens"
     return f"{kind} over {over}, temperature {temperature:g}"

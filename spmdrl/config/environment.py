@@ -1,4 +1,4 @@
-"""Settings of the environments that `--env` names, and the rules for them."""
+"""Settings for the environments in `--env`, with their rules."""
 
 import hashlib
 import shutil
@@ -14,70 +14,67 @@ from spmdrl.config.schema import Config, RewardConfig
 from spmdrl.config.yaml_file import SUFFIXES, read_settings, read_text
 
 ROWS = "rows"
-"""Value of `--env` with which each row of the data names its environment, in its column `env`."""
+"""Value of `--env` for which each row names its own environment, in its column `env`."""
 COLUMN = "env"
 OWN_REWARD = "environment"
-"""Value of `--reward.function` with which the reward of an episode is the sum of the rewards of its environment."""
+"""Value of `--reward.function` for which an episode's reward is the sum of its environment's rewards."""
 
 
 @dataclass
 class EnvironmentConfig:
-    """An environment and its limits, as a file for `--env` describes them (docs/agents.md)."""
+    """An environment and its limits, as described by a file for `--env` (docs/agents.md)."""
 
     environment: str = ""
     """The environment: `file.py:Class`, `package.module:Class`, `builtin:NAME`, `file.py:TOOLS` (a list of tool
-    functions), or `rows` if every row of the data names its environment in the column `env`."""
+    functions), or `rows` if every row names its environment in the column `env`."""
     settings: dict = field(default_factory=dict)
-    """Keyword arguments of the environment's class."""
+    """Keyword arguments for the environment class."""
     max_turns: int = setting(16, COUNT)
-    """Maximum number of responses in an episode. After the last one the environment answers once more, and the episode
+    """Maximum number of responses in an episode. The environment still answers the last one, and then the episode
     ends."""
     turn_tokens: int = setting(0, NOT_NEGATIVE)
-    """Maximum number of tokens of one response; a longer one is cut to this length, and the environment gets the cut
-    response. 0: no limit but that of the episode's tokens."""
+    """Maximum number of tokens in one response; longer responses are truncated before the environment sees them. 0: no
+    limit other than the episode's token limit."""
     max_seconds: float = setting(0.0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Maximum number of seconds that an episode may take in environment and engine together; 0: no limit. A run that
-    reaches this limit is not exactly repeatable."""
+    """Time limit in seconds for an episode, in environment and engine together. 0: no limit. A run that reaches this
+    limit is not exactly reproducible."""
     timeout: float = setting(30.0, POSITIVE, free=Free.LIMIT)
-    """Maximum number of seconds that one call of the environment may take. An attribute `timeout_s` of the environment
-    replaces this limit."""
+    """Timeout in seconds for one environment call. An environment's `timeout_s` attribute overrides it."""
     reward_timeout: float = setting(60.0, POSITIVE, free=Free.LIMIT)
-    """Maximum number of seconds that the environment may take to compute the final reward of an episode."""
+    """Timeout in seconds for the environment to compute an episode's final reward."""
     on_timeout: Literal["tell", "end"] = "tell"
-    """Consequence of a call that took too long: the model reads a message about it (`tell`), or the episode ends
-    (`end`)."""
+    """What happens when a call times out: the model gets a message about it (`tell`), or the episode ends (`end`)."""
     longest_answer: int = setting(10_000, COUNT)
-    """Maximum number of characters of a tool's answer that the model reads. A longer one is cut, with a mark at the
-    cut."""
+    """Maximum number of characters of a tool's answer that the model reads. Longer answers are cut, with a marker at
+    the cut."""
     cut: Literal["head", "tail", "middle"] = "middle"
-    """Part of a tool's answer that is kept if the answer is longer than `longest_answer`: its beginning (`head`), its
-    end (`tail`), or both without the middle (`middle`)."""
+    """Which part of a tool answer longer than `longest_answer` to keep: its beginning (`head`), its end (`tail`), or
+    both ends without the middle (`middle`)."""
     calls: str = "auto"
-    """The form in which the model writes tool calls (docs/conversations.md). `auto`: the form that the chat template
-    uses."""
+    """Tool call format of the model (docs/conversations.md). `auto`: the format that the chat template uses."""
     history: Literal["keep", "branch"] = "keep"
-    """Treatment of a chat template that renders earlier turns differently once later turns follow: `keep` continues
-    with the sampled tokens, and `branch` starts a branch of the episode with the new rendering."""
+    """What to do if the chat template renders earlier turns differently once later turns follow: `keep` continues with
+    the sampled tokens, and `branch` starts a new branch of the episode with the new rendering."""
     max_open: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Maximum number of an engine's episodes that are open at the same time; groups are always opened completely. 0: no
-    limit."""
+    """Maximum number of concurrently open episodes per engine; the episodes of a group are always opened together. 0:
+    no limit."""
     workers: int = setting(1, COUNT, free=Free.LIMIT)
-    """Number of processes that run environments, for each engine."""
+    """Number of environment processes per engine."""
     memory_mb: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
-    """Maximum memory, in MiB, of each process that runs environments; 0: no limit."""
+    """Memory limit in MiB for each environment process. 0: no limit."""
     python: str = setting("", free=Free.LIMIT)
-    """Python interpreter of the processes that run environments, for environments whose packages conflict with the
-    run's. It needs PyYAML and the environment's packages. Empty: the run's interpreter."""
+    """Python interpreter for the environment processes, for environments whose packages conflict with the run's. It
+    needs PyYAML and the environment's packages. Empty: the run's interpreter."""
 
 
 DECIDE = tuple(each.name for each in fields(EnvironmentConfig) if not each.metadata.get("free"))
-"""Settings that change the content of episodes; a resume must keep them."""
+"""Settings that affect the content of episodes; a resume must keep them."""
 
 
 def read_environment(env: str) -> EnvironmentConfig:
-    """Return the environment that a value of `--env` names, with its limits.
+    """Return the environment for a value of `--env`, with its limits.
 
-    A YAML file with verl's keys `tools` or `interaction` is itself an environment, which gets the default limits.
+    A YAML file with verl's keys `tools` or `interaction` is itself an environment and gets the default limits.
 
     Raises:
         ValueError: the file cannot be read, or its settings are invalid; the message has a line for each problem.
@@ -100,7 +97,7 @@ def _file_problems(found: EnvironmentConfig, given: Collection[str]) -> list[str
 
 
 def environment_problems(cfg: Config) -> list[str]:
-    """Return a line for each setting that conflicts with `--env`, or that needs `--env` if it is not set."""
+    """Return a line for each setting that conflicts with `--env`, or that needs `--env` when it is not set."""
     if not cfg.env:
         if any(function == OWN_REWARD for function, _ in _weights(cfg.reward)):
             flag = "--reward.function" if cfg.reward.function == OWN_REWARD else "--reward.more"
@@ -120,7 +117,7 @@ def environment_problems(cfg: Config) -> list[str]:
         problems.add("rollout.routing_replay", "does not work with --env; leave one of the two out")
     policy, rollout = cfg.policy, cfg.rollout
     if found.history == "branch" and not (policy.share_prompts and policy.backend == "fsdp"):
-        # Each branch may repeat all tokens before it, and all branches of an episode must be in one micro-batch.
+        # Each branch can repeat all tokens before it, and all branches of an episode must be in the same micro-batch.
         longest = found.max_turns * (rollout.max_prompt_tokens + rollout.max_new_tokens)
         if policy.max_tokens_per_microbatch < longest:
             problems.add(
@@ -135,7 +132,7 @@ def environment_problems(cfg: Config) -> list[str]:
 
 
 def weight_of(reward: RewardConfig) -> float:
-    """Return the weight of the environment's rewards in the score; 0 if the settings do not name them as a reward."""
+    """Return the weight of the environment's rewards in the score, or 0 if they are not used as a reward."""
     return next((weight for function, weight in _weights(reward) if function == OWN_REWARD), 0.0)
 
 
@@ -144,9 +141,10 @@ def _weights(reward: RewardConfig) -> list[tuple[str, float]]:
 
 
 def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
-    """Refuse an environment if the user names no reward, because the default reward grades only the last response.
+    """Refuse an environment if the user chose no reward, because the default one grades only the last response.
 
-    given: settings that the user gave, without those in a config.yaml that a run wrote. Raises ConfigError with advice.
+    given: settings that the user gave, excluding those in a config.yaml written by a run. Raises ConfigError with
+    advice.
     """
     chosen = "env" not in given or "reward.function" in given or cfg.reward.function != RewardConfig.function
     if cfg.env and not chosen:
@@ -157,16 +155,15 @@ def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
 
 
 def acts_by(env: str) -> str:
-    """Return a text that changes when a setting or a file that determines the content of episodes changes.
+    """Return a fingerprint of the settings and files that determine the content of episodes, for a resume to compare.
 
-    A resume compares it. Settings that are not in `DECIDE`, such as time limits, do not change the text. Raises
-    ValueError as `read_environment` does.
+    It does not depend on settings outside `DECIDE`, such as time limits. Raises ValueError as `read_environment` does.
     """
     found = read_environment(env)
     name, _, attribute = found.environment.rpartition(":")
     file, shown = (name, attribute) if name.endswith(".py") else (found.environment, found.environment)
     files = [_digest(file), _digest(str(found.settings.get("interaction_config_path") or ""))]
-    # The hash of the file's content replaces its name, so that a moved file counts as the same environment.
+    # Use the hash of the file's content instead of its name, so that a moved file is still the same environment.
     names = "" if files[0] and shown == file else shown
     return repr(([getattr(found, each) for each in DECIDE if each != "environment"], names, files))
 

@@ -1,6 +1,6 @@
-"""Settings of an evaluation and its plan; converts the settings to those of a run that only evaluates.
+"""Settings for an evaluation and its plan, and their conversion to a run that only evaluates.
 
-Shared sections declare the settings that an evaluation does not read (`unread_by`); YAML files may still contain them.
+The shared sections declare which settings an evaluation ignores (`unread_by`); YAML files can still contain them.
 """
 
 import dataclasses
@@ -18,31 +18,31 @@ from spmdrl.config.plan import count, ranks, scorer_lines
 
 @hides(Job.EVALUATE)
 class EvaluationRunConfig(schema.RunConfig):
-    """The evaluation as a whole: its folder, seed, device, and time limits."""
+    """General evaluation settings: folder, seed, device and time limits."""
 
 
 @hides(Job.EVALUATE)
 class EvaluationRolloutConfig(schema.RolloutConfig):
-    """The engine that samples."""
+    """The engine used for sampling."""
 
 
 @dataclass
 class BadSampleConfig:
-    """Treatment of samples that cannot be graded."""
+    """What to do with samples that cannot be graded."""
 
     bad_sample: Literal["stop", "skip"] = FilterConfig.bad_sample
-    """If a reward or an engine's logp is not a number, `stop` ends the job and names the sample, and `skip` leaves the
-    sample out and counts it."""
+    """What to do if a reward or the engine's logp is not finite: `stop` ends the job and names the sample, and `skip`
+    omits the sample and counts it."""
 
 
 @hides(Job.EVALUATE)
 class EvaluationDataConfig(schema.DataConfig):
-    """Source of the prompts, and how they are rendered."""
+    """Where prompts come from, and how they are rendered."""
 
 
 @hides(Job.EVALUATE)
 class EvaluationEvalConfig(schema.EvalConfig):
-    """Number of prompts and samples, and how responses are sampled."""
+    """Number of prompts and samples, and sampling parameters."""
 
 
 @hides(Job.EVALUATE)
@@ -62,8 +62,8 @@ class EvaluationConfig:
     filter: BadSampleConfig = section(BadSampleConfig)
     data: EvaluationDataConfig = section(EvaluationDataConfig)
     env: str = schema.Config.env
-    """The environment in which samples act over several turns, in a form that `--env` of a training takes. Empty: a
-    sample is one response."""
+    """Environment for multi-turn samples, in any form that `--env` accepts for training. Empty: each sample is a single
+    response."""
     reward: schema.RewardConfig = section(schema.RewardConfig)
     sandbox: schema.SandboxConfig = section(schema.SandboxConfig)
     eval: EvaluationEvalConfig = section(EvaluationEvalConfig, prompts=0)
@@ -72,11 +72,11 @@ class EvaluationConfig:
 
 
 def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config:
-    """Return the settings of a run that only evaluates: it has the models that sample and score, but no reference and
-    no checkpoints.
+    """Return the settings of a run that only evaluates, with the models that sample and score but no reference or
+    checkpoints.
 
-    `data.train` names the evaluation's prompts, too. prompts: as `--eval.prompts`. steps: training steps; 0 because no
-    model trains, or 1 where checks need a step.
+    `data.train` also names the evaluation prompts. prompts: as `--eval.prompts`. steps: number of training steps: 0,
+    since no model is trained, or 1 for checks that need a step.
     """
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
     names = ("model", "parallel", "policy", "rollout", "env", "reward", "sandbox", "tracking")
@@ -92,14 +92,14 @@ def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config
 
 
 def check_config(cfg: EvaluationConfig, world_size: int) -> None:
-    """Check all settings together. Raises ConfigError with a line for every problem."""
+    """Check all settings together. Raises ConfigError with one line per problem."""
     if not cfg.data.eval:
         raise ConfigError("--data.eval '': name the prompts to evaluate on")
     check(as_run(cfg, cfg.eval.prompts, steps=1), world_size)
 
 
 def evaluation_lines(cfg: schema.Config, world_size: int) -> list[str]:
-    """Return the lines of an evaluation's plan, printed at its start. cfg: the value of `as_run`."""
+    """Return the lines of an evaluation's plan, which are printed at startup. cfg: the result of `as_run`."""
     of, longest = cfg.engine_ranks, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"
     engines = f"{count(samplers(cfg, world_size) // of, 'engine')} of {count(of, 'rank')}"

@@ -1,4 +1,4 @@
-"""Settings of judges (models that grade responses), and the rules for them. Messages never show a login or a key."""
+"""Settings for judges (models that grade responses), with their rules. Messages never show a login or a key."""
 
 import re
 from collections.abc import Collection
@@ -15,59 +15,62 @@ from spmdrl.config.yaml_file import SUFFIXES, read_settings
 
 @dataclass
 class JudgeConfig:
-    """A model that grades responses, behind a URL or in the run's engine; a YAML file describes it (docs/judge.md)."""
+    """A model that grades responses, served at a URL or by the run's engine, as described by a YAML file
+    (docs/judge.md).
+    """
 
     url: str = ""
-    """Server of chat completions, such as `http://host:8000/v1`. Requests to it contain prompts, responses and ground
+    """Chat completions server, such as `http://host:8000/v1`. Requests to it contain prompts, responses and ground
     truths."""
     model: str = ""
-    """Name of the judge's model at the server `url`."""
+    """Name of the judge model on the server at `url`."""
     engine: str = ""
-    """The judge's model if it runs in the run's engine and not behind a URL: `policy` for the policy itself, or a
-    frozen model of the policy's architecture, in a form that `--model.path` takes."""
+    """The judge model to run in the run's engine instead of at a URL: `policy` for the policy itself, or a frozen model
+    with the policy's architecture, in any form that `--model.path` accepts."""
     max_prompt_tokens: int = setting(4096, COUNT)
-    """Maximum number of tokens of a question to a judge in the engine. A response with a longer question gets no
+    """Maximum number of tokens in a question to a judge in the engine. A response with a longer question gets no
     score."""
     max_new_tokens: int = setting(512, COUNT)
-    """Maximum number of tokens of an answer of a judge in the engine."""
+    """Maximum number of tokens in an answer from a judge in the engine."""
     rubric: str = ""
-    """Text that tells the judge what earns which grade. Empty: a rubric that asks for correctness first, then for
-    completeness and clarity."""
+    """Grading instructions for the judge. Empty: a rubric that asks for correctness first, then for completeness and
+    clarity."""
     compare: int = setting(0, NOT_NEGATIVE)
-    """Maximum number of other responses of its group with which a response is compared, each in both orders. 0: every
-    response is graded by itself."""
+    """Maximum number of other responses in its group that each response is compared with, each in both orders. 0: every
+    response is graded on its own."""
     votes: int = setting(1, COUNT)
-    """Number of answers (votes) that the judge gives to each question; their grades are averaged."""
+    """Number of answers (votes) requested from the judge per question; their grades are averaged."""
     scale: int = setting(10, COUNT)
-    """Highest grade. The score is the mean grade divided by this number, so it lies in [0, 1]. Comparisons do not use
-    it."""
+    """Highest grade. The score is the mean grade divided by this value, so it lies in [0, 1]. Not used for
+    comparisons."""
     temperature: float = setting(0.0, NOT_NEGATIVE)
     """Sampling temperature of the judge."""
     max_chars: int = setting(20000, COUNT)
-    """Maximum number of characters of a response that the judge reads; a longer one is cut, with a mark at the cut."""
+    """Maximum number of response characters that the judge reads; longer responses are cut, with a marker at the
+    cut."""
     timeout: float = setting(120.0, POSITIVE)
-    """Maximum duration of a request in seconds, from its start to the last byte of the answer."""
+    """Request timeout in seconds, from the start to the last byte of the answer."""
     retries: int = setting(4, NOT_NEGATIVE)
-    """Maximum number of further attempts for a vote after a rate limit, a failure or an answer without a verdict. If
-    all attempts fail, the sample gets no score (`--reward.max-ungraded`)."""
+    """Maximum number of retries per vote after a rate limit, a failure or an answer without a verdict. If all attempts
+    fail, the sample gets no score (`--reward.max-ungraded`)."""
     concurrency: int = setting(16, COUNT)
-    """Maximum number of requests that each rank has in flight at the same time."""
+    """Maximum number of concurrent requests per rank."""
     budget: int = setting(0, NOT_NEGATIVE)
-    """Maximum number of requests that a rank may send, counted anew at each start of the job; a rank that needs more
-    ends the job. 0: no limit."""
+    """Maximum number of requests per rank, counted from each start of the job; if a rank needs more, the job ends. 0:
+    no limit."""
     cache: str = ""
-    """Folder that stores answers, so that no question is sent twice; ranks and jobs may share it. Empty: answers are
-    not stored."""
+    """Folder in which answers are cached, so that no question is sent twice; ranks and jobs can share it. Empty:
+    answers are not cached."""
     key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the API key. If it is not set, requests are sent without a key."""
+    """Name of the environment variable with the API key. If it is not set, requests are sent without a key."""
 
 
 OF_URL = ("model", "timeout", "concurrency", "budget", "cache", "key_env")
-"""Settings that only a judge behind a URL reads."""
+"""Settings that only apply to a judge at a URL."""
 OF_ENGINE = ("max_prompt_tokens", "max_new_tokens")
-"""Settings that only a judge on the run's engine reads."""
+"""Settings that only apply to a judge in the run's engine."""
 POLICY = "policy"
-"""Value of `engine` if the policy itself is the judge."""
+"""Value of `engine` that makes the policy itself the judge."""
 
 
 def is_judge(function: str) -> bool:
@@ -76,37 +79,37 @@ def is_judge(function: str) -> bool:
 
 
 def read_judge(file: str) -> JudgeConfig:
-    """Return the settings of a judge's YAML file. Raises ValueError with a line for each problem."""
-    # --reward.function or --reward.more may name the judge, so lines about its settings name the file and no flag.
+    """Return the settings in a judge's YAML file. Raises ValueError with one line per problem."""
+    # The judge can come from --reward.function or --reward.more, so messages name the file instead of a flag.
     what = "a judge (docs/judge.md)"
     return read_settings("--reward.function", file, JudgeConfig, what, _file_problems, ("key_env",), prefix="")
 
 
 def judges(reward: RewardConfig) -> list[tuple[str, JudgeConfig]]:
-    """Return (file, settings) of every judge among the rewards. Raises ValueError as `read_judge` and `weighted` do."""
+    """Return (file, settings) for every judge in the rewards. Raises ValueError as `read_judge` and `weighted` do."""
     return [(each, read_judge(each)) for each in functions(reward) if is_judge(each)]
 
 
 def engine_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
-    """Return (file, settings) of the judges that run in the run's engine. Raises ValueError as `judges` does."""
+    """Return (file, settings) for the judges that run in the run's engine. Raises ValueError as `judges` does."""
     return [(file, judge) for file, judge in judges(config.reward) if judge.engine]
 
 
 def frozen_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
-    """Return (file, settings) of the judges that run in the run's engine and are not the policy itself."""
+    """Return (file, settings) for the judges that run in the run's engine, except for the policy itself."""
     return [(file, judge) for file, judge in engine_judges(config) if judge.engine != POLICY]
 
 
 def judged_tokens(config: Config) -> int:
-    """Return the maximum number of tokens of a question with its answer in the engine; 0 if no judge runs in it."""
+    """Return the maximum number of tokens in a question and answer of a judge in the engine, or 0 if there is none."""
     return max((j.max_prompt_tokens + j.max_new_tokens for _, j in engine_judges(config)), default=0)
 
 
 def graded_by(file: str) -> str:
-    """Return a text that changes with settings that affect a judge's grades. Raises ValueError as `read_judge` does."""
+    """Return a fingerprint of the settings that affect a judge's grades. Raises ValueError as `read_judge` does."""
     judge = read_judge(file)
     decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
-    # The text has these settings only if they are set, so that judges without them keep the text of older versions.
+    # These settings are included only if set, so that the result is unchanged from older versions for other judges.
     more = {"compare": judge.compare} if judge.compare else {}
     if judge.engine:
         more |= {name: getattr(judge, name) for name in ("engine", *OF_ENGINE, "retries")}
@@ -131,7 +134,7 @@ def _file_problems(judge: JudgeConfig, given: Collection[str]) -> list[str]:
         if not problems and getattr(judge, name) != getattr(JudgeConfig, name):
             problems.append(f"{name}: only a judge {where} reads it; leave it out")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", judge.key_env):
-        # The message does not show the value, which may be the key itself.
+        # Do not show the value: it might be the key itself.
         problems.append("key_env: must be the name of an environment variable, and never the key")
     return problems
 
@@ -154,16 +157,16 @@ def _url_problem(url: str) -> str:
 
 
 def judge_problems(config: Config) -> list[str]:
-    """Return a line for each setting of a judge that is invalid or conflicts with another setting of the run."""
+    """Return a line for each judge setting that is invalid or conflicts with another setting of the run."""
     problems = judge_file_problems(config.reward)
-    # A `--reward.more` that cannot be read raises ValueError here; `reward_problems` reports it.
+    # A malformed `--reward.more` raises ValueError here; `reward_problems` reports it.
     with suppress(ValueError):
         return problems or _conflicts(config, judges(config.reward))
     return problems
 
 
 def judge_file_problems(reward: RewardConfig) -> list[str]:
-    """Return a line for each invalid setting in the files of judges."""
+    """Return a line for each invalid setting in the judges' files."""
     problems = []
     with suppress(ValueError):
         for file in filter(is_judge, functions(reward)):
@@ -205,9 +208,9 @@ def _conflicts(config: Config, found: list[tuple[str, JudgeConfig]]) -> list[str
 
 
 def _group_problems(config: Config, file: str) -> list[str]:
-    """Return a line for each setting by which a prompt has only one response, which a judge cannot compare."""
+    """Return a line for each setting that leaves a prompt with only one response, which a judge cannot compare."""
     algo, problems = config.algo, []
-    # remax also samples a greedy response, which the judge compares; an advantage in a user's file may do so, too.
+    # remax also samples a greedy response for the judge to compare; a user's advantage function might do the same.
     alone = algo.advantage != "remax" and ".py" not in algo.advantage
     for flag, samples, compared in (
         ("--rollout.samples-per-prompt", config.rollout.samples_per_prompt, alone),

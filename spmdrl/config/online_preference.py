@@ -1,4 +1,4 @@
-"""Settings of preference learning on samples of the policy, and the rules for them."""
+"""Settings for online preference learning on the policy's own samples, with their rules."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -26,23 +26,23 @@ class OnlineReferenceConfig(ReferenceConfig):
     """The frozen reference model."""
 
     path: str = setting("", only_with=lambda c: c.has_reference)
-    """The reference model, in a form that `--model.path` takes. Empty: the starting model."""
+    """The reference model, in any form that `--model.path` accepts. Empty: the starting model."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Share m of the policy in each refresh (`refresh_every`): the new reference has the weights m x policy + (1 - m) x
-    reference. With m = 1 it is a copy of the policy."""
+    """Weight m of the policy in each update (`refresh_every`): the new reference is m x policy + (1 - m) x reference.
+    With m = 1 it is a copy of the policy."""
 
 
 @hides(Job.ONLINE)
 @dataclass
 class OnlineMethod(PreferenceMethod):
-    """The loss, and the samples that it compares: the best and the worst of each prompt."""
+    """The loss, and which samples it compares: the best and the worst of each prompt."""
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "apo", "sppo", "raft"] = "dpo"
-    """Published method, which determines the losses; `--preference.loss` replaces them."""
+    """Published method, which selects the losses; `--preference.loss` overrides it."""
     gap: float = setting(0.0, NOT_NEGATIVE)
-    """A prompt is left out unless the rewards of its best and its worst sample differ by more than this number."""
+    """Skip prompts unless the rewards of their best and worst samples differ by more than this value."""
     least_reward: float | None = setting(None, FINITE)
-    """A prompt is left out unless its best sample has at least this reward. None: no bound."""
+    """Skip prompts unless their best sample has at least this reward. None: no bound."""
 
 
 @hides(Job.ONLINE)
@@ -54,23 +54,23 @@ class OnlinePreferenceConfig(Config):
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
     reference: OnlineReferenceConfig = section(OnlineReferenceConfig)
     preference: OnlineMethod = section(OnlineMethod)
-    # No advantage is computed. `reinforce` is chosen because the checks accept it with groups of any size.
+    # No advantage is computed; `reinforce` is a placeholder that passes the checks for any group size.
     algo: AlgoConfig = section(AlgoConfig, advantage="reinforce")
     has_advantages: ClassVar[bool] = False
 
     @property
     def has_reference(self) -> bool:
-        """True if a loss reads the reference."""
+        """True if any loss uses the reference."""
         return has_reference(self.preference)
 
 
 def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
-    """Return True if the policy trains only on the best sample of each prompt (RAFT, best of n)."""
+    """Return True if the policy is trained only on the best sample of each prompt (RAFT, best-of-n)."""
     return losses_of(config.preference).keys() == {"sft"}
 
 
 def check_online_preference(config: OnlinePreferenceConfig, world_size: int, here: bool = True) -> None:
-    """Check all settings together. here: as in `run_problems`. Raises ConfigError with a line for every problem."""
+    """Check all settings together. here: as in `run_problems`. Raises ConfigError with one line per problem."""
     try:
         losses = losses_of(config.preference)
     except ValueError as error:
@@ -100,7 +100,7 @@ def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[
 
 
 def online_lines(config: OnlinePreferenceConfig, world_size: int) -> list[str]:
-    """Return the lines of the job's plan, which are printed at the start and by `--dry-run`."""
+    """Return the lines of the job's plan, which are printed at startup and by `--dry-run`."""
     losses, count = losses_of(config.preference), config.rollout.samples_per_prompt
     alone, prompts = takes_best_alone(config), config.rollout.prompts_per_step
     weighted = ", ".join(f"{name} x {weight:g}" for name, weight in losses.items())

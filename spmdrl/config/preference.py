@@ -1,4 +1,4 @@
-"""Settings of preference learning, and the rules for them."""
+"""Settings for preference learning, with their rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Published:
     """A published method of preference learning."""
 
     losses: tuple[str, ...]
-    """Losses of the method, each in the form of `--preference.loss`."""
+    """Losses used by the method, each in the form of `--preference.loss`."""
     paper: str
     """URL of the paper."""
 
@@ -52,15 +52,15 @@ PAIRS = ("builtin:reverse-pairs",)
 @hides(Job.PREFERENCE)
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
-    """Source of the rows: pairs of responses, or responses with a label (wanted or not)."""
+    """Where the rows come from: pairs of responses, or responses labelled as wanted or unwanted."""
 
     chosen_column: str = setting("chosen", only_with=lambda c: c.reads_pairs)
-    """Column with the better response, as text or messages. If no column holds the prompt, it contains the complete
+    """Column with the preferred response, as text or messages. If there is no prompt column, it contains the complete
     dialogue."""
     rejected_column: str = setting("rejected", only_with=lambda c: c.reads_pairs)
-    """Column with the worse response."""
+    """Column with the rejected response."""
     label_column: str = setting("label", unread_by=(Job.REWARD_MODEL,))
-    """Column that says whether the completion of a row is wanted (true) or not (false), for the losses kto and bco."""
+    """Column with a boolean label, true if the row's completion is wanted, for the losses kto and bco."""
 
 
 @dataclass
@@ -68,20 +68,20 @@ class FixedModelConfig:
     """The frozen reference model."""
 
     path: str = setting("", only_with=lambda c: c.has_reference)
-    """The reference model, in a form that `--model.path` takes. Empty: the starting model."""
+    """The reference model, in any form that `--model.path` accepts. Empty: the starting model."""
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
-    """Number of steps between moves of the reference to the policy's weights (TR-DPO,
+    """Number of steps between updates of the reference from the policy's weights (TR-DPO,
     https://arxiv.org/abs/2404.09656). 0: the reference never changes."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Share m of the policy in each move (`refresh_every`): the new reference has the weights m x policy + (1 - m) x
-    reference. With m = 1 it is a copy of the policy."""
+    """Weight m of the policy in each update (`refresh_every`): the new reference is m x policy + (1 - m) x reference.
+    With m = 1 it is a copy of the policy."""
     precompute: bool = setting(False, only_with=lambda c: c.has_reference)
-    """Compute the reference's log-probabilities of all rows before the first step and store them in the run folder, so
-    that no reference is in memory while the policy trains."""
+    """Compute the reference's log-probabilities for all rows before the first step and store them in the run folder, so
+    that the reference is not in memory during training."""
 
 
 def read_as(name: str) -> Callable[[Any], bool]:
-    """Return a function of a job's settings that is true if one of the job's losses reads the setting `name`."""
+    """Return a predicate on a job's settings: whether one of the job's losses reads the setting `name`."""
     return lambda c: any(name in loss.reads for loss in rows_of(c.preference))
 
 
@@ -90,43 +90,43 @@ class PreferenceMethod:
     """The loss and its settings."""
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "kto", "bco", "apo", "sppo"] = "dpo"
-    """Published method, which determines the losses; `--preference.loss` replaces them."""
+    """Published method, which selects the losses; `--preference.loss` overrides it."""
     loss: tuple[str, ...] = ()
-    """Losses whose weighted sum is trained on, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2
+    """Losses whose weighted sum is minimised, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2
     sft=1`. Empty: the losses of `method`."""
     beta: float = setting(0.1, POSITIVE, only_with=read_as("beta"))
-    """Strength of the penalty that keeps the policy near the reference. For IPO this is its tau, and for SimPO and CPO
+    """Strength of the penalty that keeps the policy close to the reference. For IPO this is tau, and for SimPO and CPO
     the scale of the margin. The default is 2 if simpo is the only loss."""
     label_smoothing: float = setting(
         0.0, Rule(lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"), only_with=read_as("label_smoothing")
     )
-    """Share of pairs that are assumed to name the worse response as the better one (cDPO). The losses robust and
-    exo_pair need a value above 0."""
+    """Assumed fraction of pairs with swapped preference labels (cDPO). The losses robust and exo_pair need a value
+    above 0."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = setting(
         "reverse_kl", only_with=read_as("divergence")
     )
-    """Kind of divergence that keeps the policy near the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
+    """Divergence that keeps the policy close to the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
     alpha: float = setting(0.5, only_with=lambda c: read_as("alpha")(c) and c.preference.divergence == "alpha")
-    """Exponent of the divergence `alpha`."""
+    """Exponent of the `alpha` divergence."""
     tau: float = setting(0.05, POSITIVE, only_with=read_as("tau"))
-    """Temperature of the loss discopop."""
+    """Temperature of the discopop loss."""
     margin: float = setting(0.5, only_with=read_as("margin"))
-    """Gamma of the loss simpo: the margin to reach between beta times the mean log p of the better and of the worse
+    """Gamma of the simpo loss: target margin between beta times the mean logp of the chosen and of the rejected
     response. The default is 1 if simpo is the only loss."""
     tail: float = setting(1.0, UNIT, only_with=read_as("tail"))
-    """Weight of the log p of those tokens of the longer response that lie beyond the length of the shorter one (LD-DPO,
+    """Weight of the logp of those tokens of the longer response that are beyond the length of the shorter one (LD-DPO,
     https://arxiv.org/abs/2409.06411)."""
     weighted: bool = setting(False, only_with=read_as("weighted"))
     """Weight each pair by its probability under the policy (WPO, https://arxiv.org/abs/2406.11827)."""
     wanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(Job.ONLINE,), only_with=read_as("wanted_weight"))
-    """Weight of wanted responses in the losses kto and bco."""
+    """Weight of wanted responses in the kto and bco losses."""
     unwanted_weight: float = setting(1.0, NOT_NEGATIVE, unread_by=(Job.ONLINE,), only_with=read_as("unwanted_weight"))
-    """Weight of unwanted responses in the losses kto and bco."""
+    """Weight of unwanted responses in the kto and bco losses."""
 
 
 @dataclass
 class PreferenceConfig(SupervisedConfig):
-    """Preference learning of a language model. Every rank runs this same program."""
+    """Preference learning for language models. Every rank runs this same program."""
 
     run: SupervisedRunConfig = section(SupervisedRunConfig, name="preference")
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
@@ -137,13 +137,15 @@ class PreferenceConfig(SupervisedConfig):
 
     @property
     def has_reference(self) -> bool:
-        """True if a loss reads the reference."""
+        """True if any loss uses the reference."""
         return has_reference(self.preference)
 
 
 def losses_of(method: PreferenceMethod) -> dict[str, float]:
-    """Return loss (name in `algos.preference`) -> weight of a method. Raises ValueError for a wrong name or weight."""
-    # This is imported late, here and below, because the module needs torch, and `--help` must work without torch.
+    """Return loss (name in `algos.preference`) -> weight for a method. Raises ValueError if a name or weight is
+    invalid.
+    """
+    # Lazy import, here and below: the module needs torch, but `--help` must work without it.
     from spmdrl.algos.preference import LOSSES, SFT
 
     found = {}
@@ -159,7 +161,7 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
 
 
 def rows_of(method: PreferenceMethod) -> "list[PreferenceLoss]":
-    """Return the `PreferenceLoss` of each loss of a method but `sft`, which has none.
+    """Return the `PreferenceLoss` of each of the method's losses except `sft`, which has none.
 
     Raises ValueError as `losses_of` does.
     """
@@ -169,17 +171,17 @@ def rows_of(method: PreferenceMethod) -> "list[PreferenceLoss]":
 
 
 def has_pairs(method: PreferenceMethod) -> bool:
-    """Return True if the losses compare the two responses of a pair; False if they read labels."""
+    """Return True if the losses compare the two responses of a pair, or False if they use labels."""
     return not any(loss.labelled for loss in rows_of(method))
 
 
 def has_reference(method: PreferenceMethod) -> bool:
-    """Return True if a loss reads the reference."""
+    """Return True if any loss uses the reference."""
     return any(loss.has_reference for loss in rows_of(method))
 
 
 def check_preference(config: PreferenceConfig, world_size: int) -> None:
-    """Check all settings together. Raises ConfigError with a line for every problem."""
+    """Check all settings together. Raises ConfigError with one line per problem."""
     chosen, data = config.preference, config.data
     try:
         losses = losses_of(chosen)
@@ -197,7 +199,7 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
 
 
 def reference_problems(config: Any) -> list[str]:
-    """Return a line for each setting that does not work with a reference that moves (`refresh_every`)."""
+    """Return a line for each setting that is incompatible with updating the reference (`refresh_every`)."""
     reference, problems = config.reference, []
     if is_average(reference) and (config.policy.backend, config.model.dtype) == ("megatron", "bfloat16"):
         problems.append(
@@ -212,7 +214,7 @@ def reference_problems(config: Any) -> list[str]:
 
 
 def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
-    """Return a line for each loss or setting of a loss that does not fit the others. losses: value of `losses_of`."""
+    """Return a line for each loss or loss setting that conflicts with the others. losses: result of `losses_of`."""
     from spmdrl.algos.preference import LOSSES
 
     rows, problems = {name: LOSSES[name] for name in losses if name in LOSSES}, []
@@ -232,7 +234,7 @@ def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[
 
 
 def takes_other_prompts(name: str) -> bool:
-    """Return True if a loss reads responses to other prompts of the step."""
+    """Return True if the loss also uses responses to other prompts in the step."""
     from spmdrl.algos.preference import LOSSES
 
     return name in LOSSES and LOSSES[name].shift == "other prompts"

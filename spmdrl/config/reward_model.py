@@ -1,4 +1,4 @@
-"""Settings for training a reward model, and the rules for them."""
+"""Settings for reward-model training, with their rules."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,41 +13,41 @@ from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supe
 @hides(Job.REWARD_MODEL)
 @dataclass
 class ScoredDataConfig(PreferenceDataConfig):
-    """Source of the rows: pairs of responses, or responses whose steps have labels."""
+    """Where the rows come from: pairs of responses, or responses with labelled steps."""
 
     margin_column: str = setting("margin", only_with=lambda c: c.reads_pairs)
-    """Column with the margin by which the better response should score higher. The column may be missing."""
+    """Column with the margin by which the chosen response should outscore the rejected one. The column is optional."""
     output_column: str = setting("output", only_with=lambda c: c.reads_pairs and len(c.reward_model.outputs) > 1)
-    """Column with the name of the score, one of several `--reward-model.outputs`, that a row's preference is about."""
+    """Column that names which of several `--reward-model.outputs` the row's preference applies to."""
     steps_column: str = setting("completions", only_with=lambda c: not c.reads_pairs)
-    """Column with the steps of a response, a list of texts."""
+    """Column with the steps of a response, as a list of texts."""
     labels_column: str = setting("labels", only_with=lambda c: not c.reads_pairs)
-    """Column with a list of labels, one for each step: true or false, or a number in [0, 1]. A step whose label is null
-    is not trained on."""
+    """Column with a list of labels, one per step: true or false, or a number in [0, 1]. Steps whose label is null are
+    not trained on."""
 
 
 @dataclass
 class RewardModelMethod:
-    """The rows, the scores and the loss of the reward model."""
+    """The kind of rows, the scores and the loss of the reward model."""
 
     rows: Literal["pairs", "steps"] = "pairs"
-    """Kind of rows: `pairs` of responses, or for a process reward model responses with labelled `steps`."""
+    """Kind of rows: `pairs` of responses or, for a process reward model, responses with labelled `steps`."""
     separator: str = setting("\n\n", only_with=lambda c: not c.reads_pairs)
-    """Text that ends every step but the last. The score of a step is read at the token that has the step's last
+    """Text that ends every step but the last. A step's score is read at the token that contains the step's last
     character."""
     last_step: bool = setting(False, only_with=lambda c: not c.reads_pairs)
-    """Train only on the label of the last step of each response."""
+    """Train only on the label of each response's last step."""
     outputs: tuple[str, ...] = setting((), only_with=lambda c: c.reads_pairs)
-    """Names of the scores that the model gives; each is trained on the rows that name it. Empty: the model gives one
-    score."""
+    """Names of the scores that the model outputs; each is trained on the rows that name it. Empty: a single score."""
     centre: float = setting(0.0, NOT_NEGATIVE, only_with=lambda c: c.reads_pairs)
-    """Weight of a loss that keeps scores around 0: the squared sum of both scores of a pair. 0.01 is usual. 0: off."""
+    """Weight of a loss that keeps scores centred around 0: the squared sum of a pair's scores. A common value is 0.01.
+    0: off."""
 
 
 @hides(Job.REWARD_MODEL)
 @dataclass
 class RewardModelConfig(SupervisedConfig):
-    """Training of a reward model on pairs of responses or on labelled steps. Every rank runs this same program."""
+    """Reward-model training on pairs of responses or on labelled steps. Every rank runs this same program."""
 
     run: SupervisedRunConfig = section(SupervisedRunConfig, name="reward_model")
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-5)
@@ -56,12 +56,12 @@ class RewardModelConfig(SupervisedConfig):
 
     @property
     def reads_pairs(self) -> bool:
-        """True if rows have two responses; False if they have steps with labels."""
+        """True if rows contain two responses, or False if they contain labelled steps."""
         return self.reward_model.rows == "pairs"
 
 
 def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
-    """Check all settings together. Raises ConfigError with a line for every problem."""
+    """Check all settings together. Raises ConfigError with one line per problem."""
     names, longest = config.reward_model.outputs, config.data.max_tokens * (2 if config.reads_pairs else 1)
     problems = Problems(config, supervised_problems(config, world_size, longest))
     if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
@@ -77,7 +77,7 @@ def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
 
 
 def _step_problems(config: RewardModelConfig) -> list[str]:
-    """Return a line for each invalid setting of a process reward model."""
+    """Return a line for each setting that is invalid for a process reward model."""
     chosen, problems = config.reward_model, []
     if not chosen.separator:
         problems.append("--reward-model.separator: is empty; name the text that ends steps, or leave the setting out")

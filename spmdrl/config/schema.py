@@ -1,7 +1,7 @@
-"""Settings of a reinforcement learning run, and those that all training jobs share: one dataclass for each section.
+"""Settings for reinforcement learning runs, plus those shared by all training jobs, with one dataclass per section.
 
-The sections of the learning method are in `learning.py`. The text under a field is its `--help`; the module imports
-nothing heavy, so that `--help` answers at once. `checks.py` applies the rules between settings; `load.py` makes a
+The sections of the learning method are in `learning.py`. The docstring below a field is its `--help` text. This module
+avoids heavy imports so that `--help` is fast. `checks.py` validates settings against each other, and `load.py` builds a
 `Config` from YAML files and flags.
 """
 
@@ -29,234 +29,236 @@ from spmdrl.config.declare import (
 
 @dataclass
 class RunConfig:
-    """The run as a whole: its folder, length, seed, device, and time limits."""
+    """General run settings: folder, length, seed, device and time limits."""
 
     dir: str = setting("", free=Free.WATCHED)
-    """Run folder, for the resolved config, metrics, samples, logs and checkpoints. Empty: `runs/<name>`."""
+    """Folder for the resolved config, metrics, samples, logs and checkpoints. Empty: `runs/<name>`."""
     name: str = setting("demo", free=Free.WATCHED)
-    """Name of the run in trackers, and of its default folder."""
+    """Run name, used by trackers and for the default run folder."""
     steps: int = setting(60, COUNT, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
-    """Number of training steps. A step samples experience once and makes optimizer updates with it."""
+    """Number of training steps. Each step samples experience once and runs one or more optimizer updates on it."""
     seed: int = setting(0, NOT_NEGATIVE)
-    """Seed of all random draws. The draws of a sample depend only on (seed, step, prompt, sample, turn), so the number
-    of ranks does not change them."""
+    """Random seed. The random numbers for a sample depend only on (seed, step, prompt, sample, turn), not on the number
+    of ranks."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", free=Free.WATCHED)
-    """Device to run on. `auto`: GPUs if torch sees one for each local rank, else the CPU."""
+    """Device to run on. `auto`: GPUs if torch finds one per local rank, otherwise the CPU."""
     timeout: float = setting(600.0, POSITIVE, free=Free.WATCHED)
-    """Maximum number of seconds that a collective waits for a missing rank; after this time all ranks are ended."""
+    """Seconds that a collective waits for a missing rank before all ranks are terminated."""
     grace: float = setting(60.0, POSITIVE, free=Free.WATCHED)
-    """Maximum number of seconds that the job takes after SIGUSR1 (or SIGTERM) to finish or abandon the step, save and
+    """Grace period in seconds after SIGUSR1 or SIGTERM to finish or abandon the current step, save a checkpoint and
     exit."""
     deterministic: bool = setting(False, free=Free.WATCHED)
-    """Make two runs on the same layout equal to the last bit (also `--deterministic`). This takes more time: torch's
-    deterministic algorithms, a static assignment, and on GPUs batch-invariant kernels in vLLM and SGLang are used."""
+    """Make runs with the same layout bitwise reproducible (also `--deterministic`). This is slower: it uses torch's
+    deterministic algorithms, static prompt assignment and, on GPUs, batch-invariant kernels in vLLM and SGLang."""
     lockstep_debug: bool = setting(False, free=Free.WATCHED)
-    """Compare the call site, operation and shape of every collective between ranks before it runs. This is slow, but
-    the error names the rank that differs."""
+    """Before each collective, check that its call site, operation and shape match on all ranks. This is slow, but the
+    error names the rank that differs."""
     fresh: bool = setting(False, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
-    """Start over if the run folder exists: the old folder is renamed to `<dir>.old-1`, `.old-2`, ... A job does this
-    only once: if torchrun or SLURM restarts the job, it continues in its folder."""
+    """Start over if the run folder exists, after renaming it to `<dir>.old-1`, `.old-2`, ... This happens only once per
+    job: if torchrun or SLURM restarts the job, it resumes in its new folder."""
     allow_changes: bool = setting(False, free=Free.WATCHED, unread_by=(Job.EVALUATE,))
-    """Continue in a run folder even if its settings differ from the job's in ways that change results. Off: the job is
-    refused."""
+    """Resume even if settings that affect results differ from those in the run folder. Off: refuse to resume in that
+    case."""
     spike_factor: float = setting(
         20.0,
         Rule(lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for off"),
         free=Free.WATCHED,
         unread_by=(Job.EVALUATE,),
     )
-    """Save the batch of an optimizer step whose gradient norm exceeds this factor times the median norm of the last 32
-    steps, for `python -m spmdrl.tools.replay`. A run saves at most 3 of these batches, and at most 3 whose norm is not
-    finite. 0: save only batches whose norm is not finite."""
+    """Save the batch of an optimizer step if its gradient norm exceeds this factor times the median norm of the last 32
+    steps, for `python -m spmdrl.tools.replay`. A run saves at most 3 such batches, plus at most 3 with a non-finite
+    norm. 0: save only batches with a non-finite norm."""
 
 
 @dataclass
 class ModelConfig:
-    """The model that is trained."""
+    """The model to train."""
 
     path: str = "tiny"
-    """The starting model: an HF folder, a hub name, `ms:<name>` (ModelScope), a `.gguf` file, `package:<name>` (GGUF in
-    an installed package), or `tiny` (comes with spmdrl)."""
+    """Model to start from: an HF folder, a hub name, `ms:<name>` (ModelScope), a `.gguf` file, `package:<name>` (a GGUF
+    file in an installed package), or `tiny` (bundled with spmdrl)."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Number type of forward and backward, and of the engine. Master weights and optimizer are float32 (with float64:
-    float64). float16 has a dynamic loss scale (docs/policy.md)."""
+    """Dtype of the forward and backward passes and of the engine. Master weights and optimizer states are float32, or
+    float64 if this is float64. float16 uses dynamic loss scaling (docs/policy.md)."""
     trust_remote_code: bool = setting(False, free=Free.LIMIT)
-    """Run Python code that comes with the model. Off: models that need such code are refused."""
+    """Allow Python code shipped with the model to run. Off: refuse models that need such code."""
     self_check: bool = setting(True, free=Free.COMPUTED)
-    """At the start, compare logp of packed sequences with logp of each sequence alone in plain transformers. After the
-    first push, compare the engine's logp with the trainer's (docs/policy.md)."""
+    """At startup, compare the logp of packed sequences with the logp of each sequence run alone in plain transformers.
+    After weights are first sent to the engine, compare its logp with the trainer's (docs/policy.md)."""
 
 
 @dataclass
 class ParallelConfig:
-    """Roles of the ranks, and how the training ranks divide the policy.
+    """Rank roles, and how the policy is parallelised over the training ranks.
 
-    The product of the sizes of dp_replicate, dp_shard, sp, cp, tp and pp is the number of training ranks.
+    The product of dp_replicate, dp_shard, sp, cp, tp and pp is the number of training ranks.
     """
 
     FREE: ClassVar[str] = Free.LAYOUT
 
     placement: Literal["colocated", "split"] = setting("colocated", unread_by=(Job.SUPERVISED,))
-    """How training and sampling are divided over the ranks. `colocated`: every rank does both in turn (the engine
-    sleeps and wakes). `split`: the last ranks only sample, and the others train or score."""
+    """How training and sampling are placed on the ranks. `colocated`: every rank alternates between the two (the engine
+    sleeps while the rank trains). `split`: the last ranks only sample, and the others train or score."""
     rollout_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
-    """Number of ranks that sample under `split`."""
+    """Number of sampling ranks under `split`."""
     scoring_ranks: int = setting(0, NOT_NEGATIVE, unread_by=(Job.SUPERVISED,))
     """Number of ranks that hold the frozen models (reference or teachers, reward model, cost model) under `split`. 0:
-    the training ranks hold them. Megatron's axes divide these models, too."""
+    the training ranks hold them. Megatron's parallel sizes apply to these models, too."""
 
     dp_replicate: int = setting(1, COUNT)
-    """Number of copies of the sharded model (HSDP)."""
+    """Number of replicas of the sharded model (HSDP)."""
     dp_shard: int = setting(
         -1, Rule(lambda x: x == -1 or x >= 1, "must be at least 1, or -1 for all ranks the other axes leave")
     )
-    """FSDP: number of ranks over which parameters are sharded. Megatron: number of data-parallel ranks, over which
-    AdamW's state is sharded. -1: all training ranks that the other axes leave."""
+    """FSDP: number of ranks over which parameters are sharded. Megatron: data-parallel size, over which AdamW's state
+    is sharded. -1: all remaining training ranks."""
     sp: int = setting(1, COUNT)
-    """FSDP: number of ranks that divide the tokens of a micro-batch (Ulysses). It must divide the number of the model's
-    attention heads."""
+    """FSDP: number of ranks that split the tokens of a micro-batch (Ulysses). It must divide the number of attention
+    heads."""
     cp: int = setting(1, COUNT)
-    """Megatron: number of ranks that divide the tokens of each sequence (context parallelism)."""
+    """Megatron: number of ranks that split the tokens of each sequence (context parallelism)."""
     tp: int = setting(1, COUNT)
-    """Megatron: number of ranks that divide the vocabulary and the matrices of attention and dense MLPs (for experts
-    see `etp`, for the engine `--rollout.tp`)."""
+    """Megatron: tensor-parallel size for the vocabulary, attention and dense MLPs (for experts see `etp`, for the
+    engine `--rollout.tp`)."""
     sequence_parallel: bool = True
-    """Megatron: outside the tensor-parallel parts of a layer, divide the tokens over the tp ranks."""
+    """Megatron: split the tokens over the tp ranks outside the tensor-parallel parts of a layer."""
     pp: int = setting(1, COUNT)
-    """Megatron: number of pipeline stages, which divide the layers."""
+    """Megatron: number of pipeline stages into which the layers are split."""
     first_stage_layers: int = setting(0, NOT_NEGATIVE)
-    """Megatron: number of layers in the first pipeline stage; the other stages divide the remaining layers. 0: as many
-    as in the other stages."""
+    """Megatron: number of layers in the first pipeline stage; the other stages share the remaining layers. 0: the same
+    number as in the other stages."""
     last_stage_layers: int = setting(0, NOT_NEGATIVE)
-    """Megatron: number of layers in the last pipeline stage; the other stages divide the remaining layers. 0: as many
-    as in the other stages."""
+    """Megatron: number of layers in the last pipeline stage; the other stages share the remaining layers. 0: the same
+    number as in the other stages."""
     virtual_stages: int = setting(1, COUNT)
-    """Megatron: number of separate parts of the model on each pipeline rank (interleaved schedule)."""
+    """Megatron: number of model chunks per pipeline rank (interleaved schedule)."""
     ep: int = setting(1, COUNT)
-    """Megatron: number of ranks, all of one pipeline stage, that divide the experts."""
+    """Megatron: expert-parallel size. The ranks that share the experts belong to the same pipeline stage."""
     etp: int = setting(1, COUNT)
-    """Megatron: number of ranks that divide the matrices of every expert."""
+    """Megatron: tensor-parallel size of each expert."""
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and the schedule of its learning rate."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = setting(2e-4, NOT_NEGATIVE)
-    """Peak learning rate of AdamW. The default shown is for the model that comes with spmdrl. For other models it is
-    1e-6 in reinforcement learning, and ten times as much with LoRA."""
+    """Peak learning rate of AdamW. The default shown is for the bundled model; for other models it is 1e-6 in
+    reinforcement learning, and ten times that with LoRA."""
     betas: tuple[float, float] = setting(
         (0.9, 0.99), Rule(lambda x: all(0 <= beta < 1 for beta in x), "must be two numbers from 0 up to, but not, 1")
     )
-    """AdamW's betas: how slowly the moving averages of the gradient and of its square change."""
+    """AdamW's betas: decay rates of the moving averages of the gradient and the squared gradient."""
     eps: float = setting(1e-8, POSITIVE)
     """AdamW's epsilon, which is added to the denominator of an update."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """AdamW's decoupled weight decay."""
     clip_grad_norm: float = setting(1.0, NOT_NEGATIVE)
-    """Largest norm of the gradient over all parameters; a larger gradient is scaled down to it. 0: no limit."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate changes after warm-up, over all optimizer steps of the run, including skipped ones."""
+    """Learning-rate schedule after warm-up, over all optimizer steps of the run, including skipped ones."""
     warmup_steps: int = setting(0, NOT_NEGATIVE)
-    """Number of optimizer steps in which the learning rate rises linearly to its peak."""
+    """Number of optimizer steps over which the learning rate rises linearly to its peak."""
     min_lr_ratio: float = setting(0.0, UNIT, only_with=lambda c: c.optimizer.schedule != "constant")
-    """Final learning rate as a share of the peak (linear, cosine)."""
+    """Final learning rate as a fraction of the peak (linear, cosine)."""
     decay_share: ClassVar[float] = 1.0
-    """Share of the steps after warm-up in which the learning rate falls; only some jobs can set it (supervised.py)."""
+    """Fraction of the steps after warm-up over which the learning rate decays; only some jobs can set it
+    (supervised.py)."""
     bad_steps: int = setting(3, NOT_NEGATIVE, free=Free.LIMIT)
-    """The job ends after this many consecutive optimizer steps whose loss or gradient is not finite; until then, such
-    steps are skipped. 0: the first one ends the job."""
+    """Skip optimizer steps whose loss or gradient is not finite, and end the job after this many in a row. 0: end the
+    job at the first one."""
 
 
 @dataclass
 class PolicyConfig:
-    """How the policy trains: backend, micro-batches, memory, attention."""
+    """How the policy is trained: backend, micro-batches, memory and attention."""
 
     backend: Literal["fsdp", "megatron"] = "fsdp"
-    """Backend that trains the model. `fsdp`: any HF transformer under FSDP2. `megatron`: the model families of
-    docs/megatron.md, with tensor, pipeline, context and expert parallelism."""
+    """Training backend. `fsdp`: any HF transformer under FSDP2. `megatron`: the model families in docs/megatron.md,
+    with tensor, pipeline, context and expert parallelism."""
     max_tokens_per_microbatch: int = setting(8192, COUNT, free=Free.COMPUTED)
-    """Maximum number of tokens that are packed into one forward, on one rank or on all sp ranks together. This changes
-    speed and memory, and never the result."""
+    """Maximum number of tokens packed into one forward pass, on one rank or across all sp ranks. Affects speed and
+    memory, but never the result."""
     activation_checkpointing: Literal["none", "full", "selective"] = setting("none", free=Free.COMPUTED)
-    """Activations that the backward pass recomputes to save memory. `full`: those of complete layers, in up to a third
-    more time. `selective` (Megatron): those inside the attention, between its projections."""
+    """Activations that are recomputed in the backward pass to save memory. `full`: entire layers, which takes up to a
+    third longer. `selective` (Megatron): only the core attention, between the projections."""
     host_optimizer: bool = setting(False, free=Free.COMPUTED)
-    """Megatron: run AdamW on the host, where its moments and the float32 weights stay."""
+    """Megatron: run AdamW on the host, and keep its moments and the float32 weights there."""
     moe_aux_loss: float = setting(0.0, NOT_NEGATIVE)
-    """Megatron, mixture of experts: weight of a loss that balances the use of the experts in every sequence. 0: this
-    loss is off."""
+    """Megatron, mixture of experts: weight of an auxiliary loss that balances expert usage within each sequence. 0: no
+    auxiliary loss."""
     moe_bias_rate: float = setting(0.0, NOT_NEGATIVE)
-    """Megatron, routers with a bias (DeepSeek-V3): the amount that an update adds to the bias of experts with less than
-    the mean load and subtracts from the bias of the others. 0: the bias is constant."""
+    """Megatron, routers with a bias (DeepSeek-V3): amount that each update adds to the bias of experts with
+    below-average load and subtracts from the bias of the others. 0: the bias is constant."""
     mtp: Literal["skip", "keep"] = setting("skip", free=Free.KEPT)
-    """Multi-token-prediction heads of the starting checkpoint, which are never trained: `skip` leaves them out of saved
-    models, `keep` copies them unchanged."""
+    """How to save the multi-token-prediction heads of the starting checkpoint, which are never trained: `skip` omits
+    them from saved models, `keep` copies them unchanged."""
     gather: Literal["auto", "whole", "once", "layers"] = setting("auto", free=Free.COMPUTED)
-    """FSDP: when a rank gathers the weights that are divided over the ranks. `layers`: each layer before its forward
-    and again before its backward; after both it is freed, which needs the least memory. `once`: each layer before its
-    first forward; it is kept until the last micro-batch of an update, or of a pass without gradients. `whole`: as
-    `once`, but all layers together, which takes the least time in small models. `auto`: `whole` for models of up to 2
-    GiB in the type of the forward, `once` for models of up to 8 GiB, else `layers`."""
+    """When FSDP all-gathers the sharded weights. `layers`: each layer before its forward pass and again before its
+    backward pass, freeing it after each pass, which needs the least memory. `once`: each layer before its first forward
+    pass, keeping it until the last micro-batch of an update or of a pass without gradients. `whole`: like `once`, but
+    all layers together, which is fastest for small models. `auto`: `whole` for models of up to 2 GiB in the dtype of
+    the forward pass, `once` for models of up to 8 GiB, otherwise `layers`."""
     reduce_gradients: Literal["last", "each"] = setting("last", free=Free.COMPUTED)
-    """FSDP: when gradients are summed over the ranks. `last`: after the last micro-batch of an update; until then each
-    rank holds gradients of the complete model (4 bytes a parameter). `each`: after each micro-batch; a rank then holds
-    only its shard of the gradients, and communicates more."""
+    """When FSDP reduces gradients across ranks. `last`: after the last micro-batch of an update; until then each rank
+    holds gradients for the whole model (4 bytes per parameter). `each`: after every micro-batch; a rank then holds only
+    its shard of the gradients, but communicates more."""
     attention: Literal["auto", "flash", "varlen", "padded", "eager"] = setting("auto", free=Free.COMPUTED)
-    """Attention over packed sequences. `flash`: flash-attn's kernel. `varlen`: torch's kernel. `padded`: causal SDPA
-    for each sequence. `eager`: plain softmax. `auto`: for each layer the first of `flash` and `varlen` that is
-    installed and supports it, which needs a GPU and 16 bits; if neither does, `padded`."""
+    """Attention implementation for packed sequences. `flash`: flash-attn's kernel. `varlen`: torch's variable-length
+    kernel. `padded`: causal SDPA per sequence. `eager`: plain softmax. `auto`: for each layer, the first of `flash` and
+    `varlen` that is installed and supports the layer (both need a GPU and a 16-bit dtype), otherwise `padded`."""
     chunked_loss: bool = setting(True, free=Free.COMPUTED)
-    """FSDP: compute a loss that is independent for each token in chunks of tokens, together with the output head. If a
-    micro-batch has several chunks (on a GPU a chunk has 1,900 tokens for 152k bfloat16 logits a token), this saves a
-    quarter of the head's work, but needs memory for a float32 copy of the head's gradient in addition to the
-    activations. Other losses, and with False all losses, read logp of the complete micro-batch."""
+    """FSDP: compute per-token losses in chunks of tokens, together with the output head. If a micro-batch spans several
+    chunks (on a GPU, 1,900 tokens each with 152k bfloat16 logits per token), this saves a quarter of the output head's
+    compute, but needs memory for a float32 copy of the head's gradient on top of the activations. Losses that are not
+    independent per token, and all losses if this is off, are computed from the logp of the whole micro-batch."""
     liger: Literal["auto", "on", "off"] = setting("auto", free=Free.COMPUTED)
-    """FSDP on GPUs: whether Liger's kernels (`pip install liger-kernel`) compute RMSNorm, rotary embedding and SwiGLU.
-    `auto`: in 16 bits, if they are installed, for Llama, Mistral, Qwen2, Qwen3 and SmolLM3 without `compile_layers`."""
+    """FSDP on GPUs: whether to use Liger kernels (`pip install liger-kernel`) for RMSNorm, rotary embeddings and
+    SwiGLU. `auto`: use them if they are installed, for 16-bit Llama, Mistral, Qwen2, Qwen3 and SmolLM3 models without
+    `compile_layers`."""
     compile_layers: bool = setting(False, free=Free.COMPUTED)
-    """FSDP: compile the layers by `torch.compile`, except for their attention, which takes a minute at the start of a
-    run. Models with experts or recurrent layers are refused."""
+    """FSDP: compile everything in the layers except attention with `torch.compile`, which takes a minute at startup.
+    Models with experts or recurrent layers are refused."""
     share_prompts: bool = setting(True, free=Free.COMPUTED)
-    """Compute the prompt that the samples of a group share only once, in forward and backward. This changes speed and
-    memory, and never the result."""
+    """Run a prompt that several samples of a group share only once through the forward and backward passes. Affects
+    speed and memory, but never the result."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Place of the parameters and optimizer states of all models that train while the engine samples. `none`: on the
-    device. `host`: in pinned host memory (on a CPU they are not moved). `disk`: in a temporary file in $TMPDIR or
-    /var/tmp."""
+    """Where the parameters and optimizer states of all trained models are kept during rollout. `none`: on the device.
+    `host`: in pinned host memory (no-op on a CPU). `disk`: in a temporary file in $TMPDIR or /var/tmp."""
 
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (LoRA) on the policy. Only the adapters train.
+    """Low-rank adapters (LoRA) for the policy. Only the adapters are trained.
 
-    The KL's reference is the model without the adapters, unless `--reference.path` names another model.
+    The KL reference is the model without the adapters, unless `--reference.path` names another model.
     """
 
     rank: int = setting(0, NOT_NEGATIVE)
-    """Rank of the adapters. 0: no adapters, and every weight trains."""
+    """LoRA rank. 0: no adapters; all weights are trained."""
     alpha: int = setting(16, COUNT, only_with=lambda c: c.lora.rank)
-    """Scale of the adapters: their output is multiplied by alpha / rank."""
+    """LoRA alpha: the adapter output is scaled by alpha / rank."""
     targets: tuple[str, ...] = setting(("all-linear",), only_with=lambda c: c.lora.rank)
-    """Linear layers of the decoder that get an adapter, such as `q_proj v_proj`. `all-linear`: all linear layers."""
+    """Linear layers of the decoder that get an adapter, such as `q_proj v_proj`. `all-linear`: all of them."""
     push: Literal["adapter", "merged"] = setting("adapter", free=Free.COMPUTED, only_with=lambda c: c.lora.rank)
-    """Weights that are pushed to engines. `adapter`: once the model without adapters, and then only the adapters.
-    `merged`: the full model with the adapters added to its weights; every engine supports this, and sglang needs it."""
+    """What is sent to the engines in a weight update. `adapter`: the base model once, and then only the adapters.
+    `merged`: the full model with the adapters merged into its weights; every engine supports this, and sglang needs
+    it."""
 
 
 @dataclass
 class ReferenceConfig:
-    """The model of the KL term: the starting model, a teacher, or an earlier policy."""
+    """The reference model for the KL term: the starting model, a teacher, or an earlier policy."""
 
     enabled: Literal["auto", "on", "off"] = setting("auto", unread_by=(Job.DISTILL, Job.ONLINE))
-    """Whether there is a frozen reference model for the KL. `auto`: if the coefficient of the KL is not 0."""
+    """Whether to use a frozen reference model for the KL. `auto`: only if the KL coefficient is not 0."""
     path: str = setting("", only_with=lambda c: c.has_reference)
-    """The reference model, in a form that `--model.path` takes; in distillation the teacher. Empty: the starting
+    """The reference model (the teacher in distillation), in any form that `--model.path` accepts. Empty: the starting
     model."""
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
-    """Number of steps between copies of the policy's weights into the reference. 0: the reference never changes."""
+    """Number of steps between updates of the reference from the policy's weights. 0: the reference never changes."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Place of the frozen models while the engine samples; values as for `--policy.offload`."""
+    """Where the frozen models are kept during rollout; the values are those of `--policy.offload`."""
 
 
 def is_average(reference: Any) -> bool:
@@ -266,124 +268,125 @@ def is_average(reference: Any) -> bool:
 
 @dataclass
 class RolloutConfig:
-    """Sampling: the number and length of samples, and the engine."""
+    """Sampling settings: number and length of samples, and the engine."""
 
     engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
-    """Engine that samples. `auto`: vLLM if it is installed for the run's device and supports `--model.dtype`, else the
+    """Rollout engine. `auto`: vLLM if it is installed for the run's device and supports `--model.dtype`, otherwise the
     HF engine. `sglang` needs `launch/install.sh --sglang`."""
     tp: int = setting(1, COUNT, free=Free.DRAWN)
-    """Number of ranks that divide an engine's matrices. tp x dp ranks share one engine; this product must divide the
-    number of ranks that sample."""
+    """Tensor-parallel size of an engine. Each engine spans tp x dp ranks; this product must divide the number of
+    sampling ranks."""
     dp: int = setting(1, COUNT, free=Free.DRAWN)
-    """Mixture of experts: number of copies of the attention in one engine (vllm, sglang). Each copy runs different
-    requests, while all tp x dp ranks divide the experts."""
+    """Mixture of experts: number of attention replicas in one engine (vllm, sglang). Each replica runs different
+    requests, while the experts are sharded over all tp x dp ranks."""
     ep: int = setting(1, COUNT, free=Free.DRAWN)
-    """Mixture of experts: number of ranks of an engine over which complete experts are distributed (vllm, sglang). It
-    must be tp x dp or 1. With 1, each rank holds a slice of every expert."""
+    """Mixture of experts: number of an engine's ranks over which whole experts are distributed (vllm, sglang). It must
+    be tp x dp or 1. With 1, each rank holds a slice of every expert."""
     prompts_per_step: int = setting(32, COUNT, unread_by=(Job.EVALUATE,))
-    """Number of prompts in one step, over all ranks."""
+    """Number of prompts per step, across all ranks."""
     samples_per_prompt: int = setting(8, COUNT, unread_by=(Job.EVALUATE,))
-    """Number of samples of each prompt; they form a group."""
+    """Number of samples per prompt; they form a group."""
     max_prompt_tokens: int = setting(512, COUNT)
-    """Maximum number of tokens of a prompt. Longer prompts are dropped when the data is read; the log shows how many
-    were dropped."""
+    """Maximum prompt length in tokens. Longer prompts are dropped when the data is loaded, and the log reports how
+    many."""
     max_new_tokens: int = setting(8, COUNT)
-    """Maximum number of tokens of a response; with `--env`, of all tokens after an episode's prompt. The default shown
-    is for the demo. For another model on your own rows it is 1024, or half of the model's context if that is less."""
+    """Maximum response length in tokens; with `--env`, the maximum number of tokens after an episode's prompt. The
+    default shown is for the demo. For other models on your own rows it is 1024, or half of the model's context length
+    if that is less."""
     temperature: float = setting(1.0, POSITIVE, unread_by=(Job.EVALUATE,))
     """Sampling temperature. Engine and trainer also compute logp at this temperature."""
     top_p: float = setting(1.0, SHARE, unread_by=(Job.EVALUATE,))
-    """Share of the probability from which tokens are sampled (nucleus sampling). Training needs 1, because an engine
-    computes logp over the nucleus and the trainer over the complete vocabulary. For evaluation set `--eval.top-p`."""
+    """Nucleus sampling probability (top-p). Training needs 1, because the engine computes logp over the nucleus and the
+    trainer over the full vocabulary. For evaluation, set `--eval.top-p`."""
     assignment: Literal["queue", "static"] = setting("queue", free=Free.DRAWN)
-    """How prompts are given to engines. `queue`: from a common queue, so that a rank that finishes early takes more.
-    `static`: by their index, for bit-exact runs."""
+    """How prompts are assigned to engines. `queue`: from a shared queue, so that ranks that finish early take more.
+    `static`: by index, for bitwise reproducible runs."""
     oversample: float = setting(1.0, at_least(1), unread_by=(Job.EVALUATE,))
     """Factor on the number of prompts that a step starts: sampling stops when prompts_per_step groups are complete, and
-    unfinished groups are cut. Prompts that no engine has started by then are left for the next step."""
+    unfinished groups are interrupted. Prompts that no engine has started by then are left for the next step."""
     partial_steps: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Maximum number of steps in which a cut group continues; after them the run waits until the group is complete. 0:
-    cut groups are dropped, and so are prompts that a static assignment did not start (metric rollout/unbegun_prompts).
-    Checkpoints include unfinished groups."""
+    """Maximum number of steps over which an interrupted group continues; after that, the run waits until the group is
+    complete. 0: drop interrupted groups, as well as prompts that a static assignment did not start (metric
+    rollout/unbegun_prompts). Checkpoints include unfinished groups."""
     max_sequences: int = setting(64, COUNT, free=Free.DRAWN)
-    """Maximum number of sequences that one engine runs at the same time."""
+    """Maximum number of sequences that one engine runs concurrently."""
     kv_cache_gib: float = setting(0.0, NOT_NEGATIVE, free=Free.DRAWN)
-    """Size of the KV cache of vLLM or SGLang on one rank, in GiB. 0: on a CPU what the sequences need, at most 0.25
-    GiB; on a GPU what gpu_memory_utilization leaves for it."""
+    """KV cache size per rank for vLLM or SGLang, in GiB. 0: on a CPU, as much as the sequences need, up to 0.25 GiB; on
+    a GPU, as much as gpu_memory_utilization allows."""
     gpu_memory_utilization: float = setting(0.5, SHARE, free=Free.DRAWN)
-    """Largest share of a GPU's memory that vLLM or SGLang takes while it is awake."""
+    """Maximum fraction of GPU memory that vLLM or SGLang uses while it is awake."""
     staleness: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Under `split`: number of steps that sampling runs ahead of training. It bounds the age of the weights that
-    sample. 1: the experience of step k+1 is sampled while step k trains, with the weights from the start of step k.
-    Larger values only even out single slow steps, because all ranks end every step together."""
+    """Under `split`: number of steps by which sampling runs ahead of training, which limits how old the sampling
+    weights can be. 1: the experience for step k+1 is sampled while step k trains, with the weights from the start of
+    step k. Larger values only smooth out single slow steps, because all ranks end every step together."""
     routing_replay: bool = setting(False, unread_by=(Job.EVALUATE,))
-    """Mixture of experts: train every token with the experts that the engine chose for it (R3). SGLang, and vLLM on a
-    CPU, do not support this."""
+    """Mixture of experts: train each token with the experts that the engine chose for it (R3). Not supported by SGLang,
+    nor by vLLM on a CPU."""
     sleep_level: Literal["auto", 0, 1, 2] = setting("auto", free=Free.DRAWN)
-    """Memory that an engine frees between rollouts. 0: none. 1: the KV cache; on a GPU, weights move to host memory. 2:
-    KV cache and weights, so that every wake needs a push. `auto`: 1 on a CPU or if only adapters are pushed, else 2."""
+    """What an engine frees between rollouts. 0: nothing. 1: the KV cache; on a GPU, the weights are also moved to host
+    memory. 2: the KV cache and the weights, which must be sent again at every wake-up. `auto`: 1 on a CPU or if only
+    adapters are sent, otherwise 2."""
     deterministic: bool = setting(False, free=Free.DRAWN)
-    """Make a sample independent of the other sequences in its batch: with batch-invariant kernels in vLLM and SGLang
-    (only on GPUs, slower), and with one sequence at a time in the HF engine."""
+    """Make each sample independent of the other sequences in its batch: vLLM and SGLang use batch-invariant kernels
+    (GPUs only, slower), and the HF engine runs one sequence at a time."""
     quantization: Literal["none", "int8", "fp8"] = "none"
-    """Type of 8-bit weights in the engine: `fp8` in vLLM and SGLang (only on GPUs), `fp8` or `int8` in the HF
-    engine."""
+    """8-bit weight format in the engine: `fp8` in vLLM and SGLang (GPUs only), `fp8` or `int8` in the HF engine."""
     logp_diff_warn: float | None = setting(
         None,
         Rule(lambda x: 0 <= x < math.inf, "must be 0 or more, or None"),
         free=Free.LIMIT,
         unread_by=(Job.EVALUATE,),
     )
-    """Mean difference of a step between the engine's and the trainer's logp above which the run warns. 0: never. None:
-    0.001 if the settings let both compute the same values, as in float32 with the newest weights, else 0.1."""
+    """Warn if the mean difference between the engine's and the trainer's logp in a step exceeds this value. 0: never.
+    None: 0.001 if the settings allow both to compute the same values, as in float32 with the newest weights, otherwise
+    0.1."""
     logp_diff_stop: float = setting(1.0, NOT_NEGATIVE, free=Free.LIMIT, unread_by=(Job.EVALUATE,))
-    """Mean difference of a step between the engine's and the trainer's logp above which the job ends, because engine
-    and trainer do not hold the same model. 0: never."""
+    """End the job if the mean difference between the engine's and the trainer's logp in a step exceeds this value,
+    which means that they do not hold the same model. 0: never."""
     push_bucket_mib: int = setting(256, COUNT, free=Free.DRAWN)
-    """Maximum size, in MiB, of the weights that are pushed to the engine at once (a bucket)."""
+    """Maximum size, in MiB, of the weights sent to the engine at a time (a bucket)."""
     enforce_eager: bool = setting(False, free=Free.DRAWN)
     """Run vLLM or SGLang without CUDA graphs."""
     sglang_push: Literal["memory", "broadcast"] = setting("memory", free=Free.DRAWN)
-    """How weights reach SGLang's processes. `memory`: by memory that they share with the rank. `broadcast`: by a
+    """How weights are sent to SGLang's processes. `memory`: through memory shared with the rank. `broadcast`: by a
     broadcast from the rank, with gloo on a CPU and with NCCL for engines on separate GPUs."""
 
 
 @dataclass
 class DataConfig:
-    """Source of the prompts, and how they are rendered."""
+    """Where prompts come from, and how they are rendered."""
 
     RENDERS_MESSAGES: ClassVar[bool] = False
-    """True if rows of messages are always rendered by the chat template, whatever the value of `chat`."""
+    """True if rows with messages are always rendered with the chat template, whatever the value of `chat`."""
 
     train: str = setting("builtin:reverse", unread_by=(Job.EVALUATE,))
-    """Source of the training prompts: `builtin:<task>`, a .jsonl file, a .parquet file in verl's form,
+    """Source of the training prompts: `builtin:<task>`, a .jsonl file, a .parquet file in verl's format,
     `hf:<dataset>[:config[:split]]`, `ms:<dataset>` (ModelScope), or `reasoning-gym:<task>`."""
     eval: str = setting("builtin:reverse:eval", free=Free.KEPT)
-    """Source of the evaluation's prompts, in a form that `train` takes. Empty: no evaluation, which is the default if
+    """Source of the evaluation prompts, in any form that `train` accepts. Empty: no evaluation, which is the default if
     `train` names your own rows."""
     prompt_column: str = "prompt"
     """Column with the prompt (text or a list of chat messages)."""
     answer_column: str = "answer"
     """Column with the ground truth. Empty: the reward needs no ground truth."""
     template: str = ""
-    """Text around the prompt; `{prompt}` in it is replaced by the prompt. Empty: only the prompt."""
+    """Prompt template; `{prompt}` is replaced by the prompt. Empty: use the prompt as is."""
     system: str = ""
-    """System message before the prompt. Empty: no system message is added."""
+    """System message to add before the prompt. Empty: no system message is added."""
     prefill: str = ""
-    """Start of the assistant's reply, which the model continues; `{column}` in it inserts a column of the row."""
+    """Start of the assistant's reply, which the model continues; `{column}` inserts a column of the row."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Whether prompts are rendered by the chat template. `auto`: if the tokenizer has one."""
+    """Whether to render prompts with the chat template. `auto`: if the tokenizer has one."""
     chat_template: str = ""
-    """Chat template in place of the tokenizer's: `chatml` (which adds no system message), a `.jinja` file, or the text
+    """Chat template to use instead of the tokenizer's: `chatml` (adds no system message), a `.jinja` file, or the text
     of a template."""
     template_kwargs: str = ""
-    """JSON object with values of variables of the chat template, such as {"enable_thinking": false}; a row may override
-    them."""
+    """JSON object with chat template variables, such as {"enable_thinking": false}; a row can override them."""
     limit: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Maximum number of training prompts to read. 0: all."""
     shuffle: bool = setting(True, unread_by=(Job.EVALUATE,))
-    """Shuffle the prompts anew in every epoch, by `--run.seed`. Off: prompts keep the order of the file, as a
-    curriculum needs."""
+    """Reshuffle the prompts every epoch, seeded by `--run.seed`. Off: keep the order of the file, as a curriculum
+    needs."""
 
 
 @dataclass
@@ -391,55 +394,55 @@ class RewardConfig:
     """How samples are scored."""
 
     function: str = "exact_match"
-    """The reward: a built-in one, such as `exact_match`, `gsm8k`, `math` (symbolic), `code` (tests of a program),
-    `auto` (by the row's data_source), `environment` (rewards of the environment) or `none` (0); `judge.yaml` (a judge:
-    docs/judge.md); or `path/to/file.py[:function]` in a form of verl or TRL. docs/rewards.md lists all of them."""
+    """Reward function: a built-in such as `exact_match`, `gsm8k`, `math` (symbolic), `code` (runs a program's tests),
+    `auto` (selected by the row's data_source), `environment` (the environment's own rewards) or `none` (0);
+    `judge.yaml` (a judge: docs/judge.md); or `path/to/file.py[:function]` with verl's or TRL's signature.
+    docs/rewards.md lists all of them."""
     more: tuple[str, ...] = ()
-    """Further rewards whose scores are added, each as `function=weight`. A missing weight is 1, which is also the
-    weight of the reward `function`."""
+    """Additional rewards whose scores are added, each as `function=weight`. The weight defaults to 1, which is also the
+    weight of `function`."""
     gate: tuple[str, ...] = ()
-    """Parts of rewards, such as `format`, that must all be above 0; if one is not, a positive score becomes 0."""
+    """Reward parts, such as `format`, that must all be above 0; otherwise a positive score becomes 0."""
     kwargs: str = ""
-    """JSON object with further arguments for reward functions in files (verl's reward_kwargs)."""
+    """JSON object with additional arguments for reward functions in files (verl's reward_kwargs)."""
     workers: int = setting(1, COUNT, free=Free.LIMIT)
-    """Number of grading processes on each rank, for rewards that may take long."""
+    """Number of grading processes per rank, for rewards that can be slow."""
     timeout: float = setting(5.0, POSITIVE, free=Free.LIMIT)
-    """Maximum number of seconds that one grading in a grading process may take; after this time the process is killed.
-    A grading that runs tests of a program has the limits of `--sandbox` instead."""
+    """Timeout in seconds for one grading call in a grading process, after which the process is killed. Grading that
+    runs a program's tests uses the limits in `--sandbox` instead."""
     on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=Free.LIMIT)
-    """Consequence of a grading that was killed. `error`: the job ends. `zero`: the score and all its parts are 0, and
-    `reward/timeouts` counts it. `auto`: `error` for functions in files, else `zero`. A killed grading that ran tests of
-    a program always leaves its sample out (`max_ungraded`)."""
+    """What to do when a grading call is killed. `error`: end the job. `zero`: set the score and all its parts to 0, and
+    count the sample in `reward/timeouts`. `auto`: `error` for functions in files, otherwise `zero`. If the killed call
+    was running a program's tests, its sample is always omitted (`max_ungraded`)."""
     max_ungraded: float = setting(0.05, UNIT, free=Free.LIMIT)
-    """Largest share of a step's samples that may have no score, because the tests of their rows cannot be read, or the
-    sandbox or the judge failed repeatedly. These samples are left out; if there are more, the job ends."""
+    """Maximum fraction of a step's samples without a score, because the tests in their rows cannot be read, or the
+    sandbox or the judge failed repeatedly. These samples are omitted; if there are more, the job ends."""
     model: str = setting("", only_with=lambda c: c.is_evaluated or c.learns_from_rewards)
-    """Reward model whose score is added to the reward: an HF sequence classifier with one label, in a form that
-    `--model.path` takes, or `rm.yaml`, a file that describes a model with several labels, other tokens or scores of
-    steps (docs/rewards.md). Empty: no reward model."""
+    """Reward model whose score is added to the reward: an HF sequence classifier with one label, in any form that
+    `--model.path` accepts, or `rm.yaml`, a file that describes a model with several labels, its own tokenizer or step
+    scores (docs/rewards.md). Empty: no reward model."""
     model_coef: float = setting(
         1.0, FINITE, only_with=lambda c: c.reward.model and (c.is_evaluated or c.learns_from_rewards)
     )
-    """Factor on the score of `model`."""
+    """Weight of the score from `model`."""
 
 
 @dataclass
 class SandboxConfig:
-    """The sandbox of programs that a model writes (docs/sandbox.md). It is started for rewards that run programs."""
+    """The sandbox for model-written programs (docs/sandbox.md). It is started only for rewards that run programs."""
 
     FREE: ClassVar[str] = Free.LIMIT
 
     provider: str = "auto"
     """Sandbox that isolates the programs: `bubblewrap`, `sandlock`, `docker:IMAGE`, `apptainer:IMAGE`, the URL of a
     SandboxFusion service, or `none`, for programs that you trust. `auto`: the first of bubblewrap and sandlock that
-    confines a test program; the job ends if neither does."""
+    confines a test program; if neither does, the job ends."""
     seconds: float = setting(5.0, POSITIVE)
-    """Maximum number of seconds that a program may take for one test."""
+    """Time limit in seconds for each test of a program."""
     total_seconds: float = setting(30.0, POSITIVE)
-    """Maximum number of seconds that a program may take for all tests of a sample together; tests that it has not
-    reached then fail."""
+    """Time limit in seconds for all tests of a sample; tests that have not run by then fail."""
     memory_mib: int = setting(512, at_least(64))
-    """Maximum memory, in MiB, of all processes of a program together."""
+    """Memory limit in MiB for all processes of a program together."""
 
 
 @dataclass
@@ -451,60 +454,61 @@ class EvalConfig:
     every: int = setting(20, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Number of steps between evaluations; the run also evaluates before the first step and at the end. 0: never."""
     prompts: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Maximum number of prompts to evaluate on. 0: all."""
+    """Maximum number of evaluation prompts. 0: all."""
     samples: int = setting(1, COUNT, only_with=lambda c: c.is_evaluated)
-    """Number of samples of each evaluation prompt. pass@k is reported for every power of two k up to this number."""
+    """Number of samples per evaluation prompt. pass@k is reported for every power of two k up to this number."""
     temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Sampling temperature of the evaluation. 0: the most likely token is always taken (greedy)."""
+    """Sampling temperature for evaluation. 0: greedy decoding."""
     top_p: float = setting(1.0, SHARE, only_with=lambda c: c.is_evaluated)
-    """Nucleus sampling of the evaluation: it samples from the smallest set of tokens whose probabilities add up to this
-    share."""
+    """Nucleus sampling probability (top-p) for evaluation: tokens are sampled from the smallest set whose probabilities
+    add up to this value."""
 
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are saved, and which of them are kept."""
+    """When to save checkpoints, and which ones to keep."""
 
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(0, NOT_NEGATIVE)
-    """Number of steps between checkpoints. 0: a checkpoint is saved only when the run ends or is preempted."""
+    """Number of steps between checkpoints. 0: save a checkpoint only when the run ends or is preempted."""
     keep: int = setting(2, COUNT)
-    """Number of newest checkpoints to keep. Older ones are removed only after a new one was read back from the disk and
-    verified."""
+    """Number of most recent checkpoints to keep. Older ones are deleted only after a new one has been read back from
+    disk and verified."""
     keep_every: int = setting(0, NOT_NEGATIVE)
-    """Every checkpoint whose step is a multiple of this number is kept, too. 0: off."""
+    """Also keep every checkpoint whose step is a multiple of this number. 0: off."""
     best: str = setting(
         "", Rule(lambda x: bool(re.fullmatch(r"(-?[A-Za-z][\w./@-]*)?", x)), "must be the name of a metric, or -name")
     )
-    """Metric whose best checkpoint is kept, too, such as `eval/accuracy`; the highest value is best, or with a `-`
-    before the name the lowest. Only values that were measured with the weights of a checkpoint count. Empty: off."""
+    """Also keep the checkpoint with the best value of this metric, such as `eval/accuracy`. Higher is better; put a `-`
+    before the name if lower is better. Only values measured with the weights of a checkpoint count. Empty: off."""
     background: bool = False
-    """FSDP: copy a checkpoint to host memory and write it while training continues, one checkpoint at a time."""
+    """FSDP: copy a checkpoint to host memory and write it to disk while training continues, one checkpoint at a
+    time."""
     at_end: bool = True
     """Save a checkpoint after the last step."""
 
 
 @dataclass
 class TrackingConfig:
-    """Metrics and samples that a run shows and keeps."""
+    """How metrics and samples are displayed and recorded."""
 
     FREE: ClassVar[str] = Free.KEPT
 
     trackers: tuple[str, ...] = setting(("jsonl", "tensorboard"), unread_by=(Job.EVALUATE,))
-    """Trackers that record the metrics: any of `jsonl`, `tensorboard`, `wandb`."""
+    """Trackers to log metrics to: any of `jsonl`, `tensorboard`, `wandb`."""
     project: str = setting("spmdrl", unread_by=(Job.EVALUATE,))
-    """Project of the run in wandb."""
+    """Name of the wandb project."""
     samples: int = setting(4, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
-    """Number of samples of each step that the console shows and samples.jsonl records."""
+    """Number of samples per step to show on the console and write to samples.jsonl."""
     console: Literal["auto", "live", "plain"] = "auto"
-    """How the console shows a run. `live`: as a panel on a terminal. `plain`: as one line for each step. `auto`: as a
-    panel if the output is a terminal."""
+    """Console output. `live`: a panel on a terminal. `plain`: one line per step. `auto`: a panel if the output is a
+    terminal, otherwise lines."""
 
 
 @dataclass
 class TrainingConfig:
-    """Sections of settings that every job that trains a model has. Each entry point adds further sections."""
+    """Sections shared by all jobs that train a model. Each entry point adds its own sections."""
 
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
@@ -518,18 +522,18 @@ class TrainingConfig:
 
     @property
     def engine_ranks(self) -> int:
-        """Number of ranks that share one engine; 1 if the job has no engine."""
+        """Number of ranks that share one engine, or 1 if the job has no engine."""
         return 1
 
 
 @dataclass
 class Config(TrainingConfig):
-    """Reinforcement learning of a language model. Every rank runs this same program."""
+    """Reinforcement learning for language models. Every rank runs this same program."""
 
     env: str = setting("", unread_by=(Job.DISTILL, Job.ONLINE))
-    """The environment in which samples act over several turns (docs/agents.md): `file.py:Class`, `builtin:NAME`,
-    `file.py:TOOLS` (a list of functions), `env.yaml` (an environment with limits), verl's tool YAML, or `rows` (each
-    row names its environment). Empty: a sample is one response."""
+    """Environment for multi-turn samples (docs/agents.md): `file.py:Class`, `builtin:NAME`, `file.py:TOOLS` (a list of
+    functions), `env.yaml` (an environment with limits), verl's tool YAML, or `rows` (each row names its environment).
+    Empty: each sample is a single response."""
     reference: ReferenceConfig = section(ReferenceConfig)
     rollout: RolloutConfig = section(RolloutConfig)
     algo: learning.AlgoConfig = section(learning.AlgoConfig, unread_by=(Job.DISTILL, Job.ONLINE))
@@ -552,20 +556,20 @@ class Config(TrainingConfig):
 
     @property
     def aligns_tokens(self) -> bool:
-        """True if the reference may have another tokenizer than the policy."""
+        """True if the reference can have a different tokenizer from the policy."""
         return False
 
     def further_teachers(self) -> dict[str, Any]:
-        """Return name -> teacher for the teachers in addition to the reference (`distillation.FurtherTeacher`)."""
+        """Return name -> teacher for all teachers other than the reference (`distillation.FurtherTeacher`)."""
         return {}
 
     def engine_teachers(self) -> dict[str, str]:
-        """Return name -> path of the teachers that run in the run's engine, the first teacher first."""
+        """Return name -> path for the teachers that run in the run's engine, starting with the first teacher."""
         return {}
 
     @property
     def has_reference(self) -> bool:
-        """True if the run has a reference: a frozen model whose log-probabilities training reads."""
+        """True if the run has a reference: a frozen model whose log-probabilities are used in training."""
         enabled = self.reference.enabled
         return enabled == "on" or (enabled == "auto" and self.algo.kl_coef != 0)
 

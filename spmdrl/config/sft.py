@@ -1,4 +1,4 @@
-"""Settings of supervised fine-tuning, and the rules for them."""
+"""Settings for supervised fine-tuning, with their rules."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,44 +17,45 @@ from spmdrl.config.supervised import (
 
 @dataclass
 class SFTMethod:
-    """The tokens that are trained, and the loss."""
+    """Which tokens are trained on, and the loss."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens that are trained on: all turns of the assistant (`assistant`), only its last turn (`last`), or all tokens
-    (`all`). The fields `loss` or `weight` (0 or 1) of a message override this."""
+    """Tokens to train on: all assistant turns (`assistant`), only the last one (`last`), or all tokens (`all`). A
+    message's `loss` or `weight` field (0 or 1) overrides this."""
     loss: Literal["nll", "dft"] = "nll"
-    """Loss of a token. `nll`: its cross-entropy. `dft`: its cross-entropy times its probability
+    """Per-token loss. `nll`: cross-entropy. `dft`: cross-entropy times the token's probability
     (https://arxiv.org/abs/2508.05629)."""
     neftune: float = setting(0.0, NOT_NEGATIVE)
-    """FSDP: strength of uniform noise on the embeddings: at most neftune / sqrt(L x width) for a sequence of L tokens
-    (NEFTune, https://arxiv.org/abs/2310.05914). 5 is usual. 0: no noise."""
+    """FSDP: scale of uniform noise added to the embeddings: at most neftune / sqrt(L x width) for a sequence of L
+    tokens (NEFTune, https://arxiv.org/abs/2310.05914). A common value is 5. 0: no noise."""
     add_tokens: tuple[str, ...] = ()
-    """Special tokens to add to the tokenizer, such as those of a chat template. The embeddings get new rows for them,
-    which are saved with the model."""
+    """Special tokens to add to the tokenizer, such as those of a chat template. New embedding rows are added for them
+    and saved with the model."""
 
 
 @dataclass
 class SFTTeacher(DivergenceConfig):
-    """A teacher whose distributions the student learns, in place of the tokens of the rows."""
+    """A teacher whose token distributions the student learns instead of the tokens in the rows."""
 
     path: str = ""
-    """The teacher, in a form that `--model.path` takes. Empty: no teacher."""
+    """The teacher, in any form that `--model.path` accepts. Empty: no teacher."""
     beta: float = setting(0.0, UNIT, only_with=lambda c: c.has_teacher)
-    """Kind of divergence. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between: GKD's
-    generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
+    """Divergence to minimise. 0: forward KL(teacher || student). 1: reverse KL(student || teacher). Values between:
+    GKD's generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
     temperature: float = setting(1.0, POSITIVE, only_with=lambda c: c.has_teacher)
-    """Temperature by which the logits of teacher and student are divided."""
+    """Temperature that divides the logits of teacher and student."""
     write: str = setting("", only_with=lambda c: c.has_teacher)
-    """Folder into which the job writes the teacher's most likely tokens at all trained positions of `--data.train`,
-    without training. Empty: nothing is written, and the job trains."""
+    """Folder to which the job writes the teacher's most likely tokens at all trained positions of `--data.train`,
+    instead of training. Empty: train, and write nothing."""
     read: str = ""
-    """Folder that a job with `write` filled, from which the student learns without a teacher in memory. If
-    `--teacher.path` is given, it must be the teacher that filled the folder. Empty: no folder is read."""
+    """Folder written by a job with `write`, from which the student learns without a teacher in memory. If
+    `--teacher.path` is also given, it must be the teacher that was used to write the folder. Empty: no folder is
+    read."""
 
 
 @dataclass
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning of a language model. Every rank runs this same program."""
+    """Supervised fine-tuning for language models. Every rank runs this same program."""
 
     run: SupervisedRunConfig = section(SupervisedRunConfig, name="sft")
     sft: SFTMethod = section(SFTMethod)
@@ -62,12 +63,12 @@ class SFTConfig(SupervisedConfig):
 
     @property
     def has_teacher(self) -> bool:
-        """True if the student learns a teacher's distributions in place of the tokens of the rows."""
+        """True if the student learns from a teacher's token distributions instead of the tokens in the rows."""
         return bool(self.teacher.path or self.teacher.read)
 
 
 def check_sft(config: SFTConfig, world_size: int) -> None:
-    """Check all settings together. Raises ConfigError with a line for every problem."""
+    """Check all settings together. Raises ConfigError with one line per problem."""
     problems = Problems(config, supervised_problems(config, world_size, config.data.max_tokens))
     if config.sft.neftune and config.policy.backend == "megatron":
         problems.add("sft.neftune", "needs --policy.backend fsdp; take 0")
@@ -97,7 +98,7 @@ def _teacher_problems(config: SFTConfig) -> list[str]:
 
 
 def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
-    """Return the lines of the job's plan, which are printed at the start and by `--dry-run`."""
+    """Return the lines of the job's plan, which are printed at startup and by `--dry-run`."""
     teacher = config.teacher
     if teacher.write:
         words = f"{teacher.path}: writes its {teacher.top_k:,} likeliest tokens into {teacher.write}, and the job ends"

@@ -1,4 +1,4 @@
-"""Settings that jobs on given rows share: the rows, the evaluation, sampled answers, and the rules for them."""
+"""Settings shared by jobs that train on a given data set: rows, evaluation and sampled answers, with their rules."""
 
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
@@ -26,79 +26,78 @@ from spmdrl.config.rules import rows_and_checkpoint_problems, rule_problems
 
 @dataclass
 class SupervisedRunConfig(schema.RunConfig):
-    """The job as a whole: its folder, length, seed, device, and time limits."""
+    """General job settings: folder, length, seed, device and time limits."""
 
     steps: int = setting(0, NOT_NEGATIVE, free=Free.WATCHED)
-    """Number of optimizer steps. 0: as many as `--data.epochs` passes over the rows need."""
+    """Number of optimizer steps. 0: as many as needed for `--data.epochs` passes over the rows."""
 
 
 @hides(Job.SUPERVISED)
 class SupervisedParallelConfig(schema.ParallelConfig):
-    """How the ranks divide the model. The product of the sizes of all axes but ep and etp is the number of ranks."""
+    """How the model is parallelised. The product of the sizes of all axes but ep and etp is the number of ranks."""
 
 
 @dataclass
 class SupervisedOptimizerConfig(schema.OptimizerConfig):
-    """AdamW and the schedule of its learning rate."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = setting(2e-5, NOT_NEGATIVE)
     """Peak learning rate of AdamW."""
     decay_share: float = setting(1.0, SHARE, only_with=lambda c: c.optimizer.schedule != "constant")  # type: ignore[misc]
-    """Share of the steps after warm-up in which the learning rate falls (linear, cosine); they are the last steps of
-    the run. If the share is below 1, the learning rate stays at its peak between the warm-up and these steps (warm-up,
-    stable, decay: https://arxiv.org/abs/2404.06395)."""
+    """Fraction of the steps after warm-up over which the learning rate decays (linear, cosine), up to the end of the
+    run. Below 1, the learning rate stays at its peak between warm-up and decay (warm-up, stable, decay:
+    https://arxiv.org/abs/2404.06395)."""
 
 
 @dataclass
 class SupervisedDataConfig:
-    """Source of the rows, and the columns that hold their dialogues or text."""
+    """Where the rows come from, and which columns hold their dialogues or text."""
 
     RENDERS_MESSAGES: ClassVar[bool] = True
 
     train: tuple[str, ...] = ("builtin:reverse",)
-    """Sources of rows, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
+    """Data sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
     `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
-    (read while the job trains), `builtin:<task>`."""
+    (read during training), `builtin:<task>`."""
     eval: str = setting("", free=Free.KEPT)
-    """Source of rows on which the loss is measured during the job. Empty: no evaluation."""
+    """Data source for measuring the loss during the job. Empty: no evaluation."""
     messages_column: str = setting("", unread_by=(Job.PREFERENCE,))
-    """Column with the messages of a dialogue. Empty: a column with a usual name (`messages`, `conversations`, ...)."""
+    """Column with the messages of a dialogue. Empty: detect it by common names (`messages`, `conversations`, ...)."""
     prompt_column: str = ""
-    """Column with the prompt, as text or messages. Empty: a column with a usual name (`prompt`, `instruction`,
+    """Column with the prompt, as text or messages. Empty: detect it by common names (`prompt`, `instruction`,
     `question`, ...)."""
     completion_column: str = ""
     """Column with the completion, as text or messages. Empty: `completion`, `response`, `output` or `answer`."""
     text_column: str = setting("", unread_by=(Job.PREFERENCE,))
-    """Column with plain text, of which all tokens are trained on. Empty: `text`."""
+    """Column with plain text, whose tokens are all trained on. Empty: `text`."""
     tools_column: str = "tools"
-    """Column with JSON schemas of tools, as a list or as the JSON text of a list."""
+    """Column with tool JSON schemas, as a list or as the JSON text of a list."""
     system: str = ""
-    """System message for dialogues that have none. Empty: no system message is added."""
+    """System message to add to dialogues that have none. Empty: no system message is added."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Whether a prompt and a completion that are text are rendered by the chat template, or joined as they are (`off`).
-    `auto`: rendered if the tokenizer has a template. Messages are always rendered."""
+    """Whether to render plain-text prompts and completions with the chat template or concatenate them as they are
+    (`off`). `auto`: render them if the tokenizer has a template. Messages are always rendered."""
     chat_template: str = ""
-    """Chat template in place of the tokenizer's: `chatml`, a `.jinja` file, or the text of a template."""
+    """Chat template to use instead of the tokenizer's: `chatml`, a `.jinja` file, or the text of a template."""
     template_kwargs: str = ""
-    """JSON object with values of variables of the chat template, such as {"enable_thinking": false}; a row may override
-    them."""
+    """JSON object with chat template variables, such as {"enable_thinking": false}; a row can override them."""
     limit: int = setting(0, NOT_NEGATIVE)
-    """Maximum number of rows to take from each source. 0: all."""
+    """Maximum number of rows to read from each source. 0: all."""
     shuffle: bool = True
-    """Shuffle the rows anew in every epoch, by `--run.seed`; a stream is shuffled within blocks of rows. Off: rows keep
-    the order of the file, as a curriculum needs."""
+    """Reshuffle the rows every epoch, seeded by `--run.seed`; a stream is shuffled within blocks of rows. Off: keep the
+    order of the file, as a curriculum needs."""
     rows_per_step: int = setting(64, COUNT)
-    """Number of rows in one optimizer step, over all ranks."""
+    """Number of rows per optimizer step, across all ranks."""
     epochs: float = setting(1.0, POSITIVE)
     """Number of passes over the rows, if `--run.steps` is 0."""
     max_tokens: int = setting(2048, at_least(2))
-    """Maximum number of tokens of a sequence."""
+    """Maximum sequence length in tokens."""
     too_long: Literal["truncate", "drop"] = "truncate"
-    """Treatment of a sequence of more than `max_tokens` tokens: `truncate` removes its end, `drop` leaves its row out.
+    """What to do with sequences of more than `max_tokens` tokens: `truncate` cuts off the end, `drop` omits the row.
     The metrics data/truncated and data/dropped count both cases."""
     max_refused: float = setting(0.05, UNIT, free=Free.LIMIT)
-    """Largest share of rows that may be refused because a column, a role or the template does not fit. Refused rows
-    are named in the log and left out; if there are more, the job ends."""
+    """Maximum fraction of rows that can be refused because a column, a role or the template does not fit. Refused rows
+    are logged and omitted; if there are more, the job ends."""
 
 
 @dataclass
@@ -108,35 +107,35 @@ class HeldOutConfig:
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(20, NOT_NEGATIVE)
-    """Number of steps between measurements of the loss on `--data.eval`; the loss is also measured before the first
-    step and at the end. 0: never."""
+    """Number of steps between evaluations of the loss on `--data.eval`, which also run before the first step and at the
+    end. 0: never."""
     rows: int = setting(256, NOT_NEGATIVE, only_with=lambda c: c.is_evaluated)
-    """Maximum number of rows of `--data.eval` to evaluate on. 0: all."""
+    """Maximum number of `--data.eval` rows to evaluate. 0: all."""
 
 
 @dataclass
 class GenerateConfig:
-    """Answers that the model gives to prompts of `--data.eval` during the job, for samples.jsonl."""
+    """Answers sampled from the model for `--data.eval` prompts during the job, written to samples.jsonl."""
 
     FREE: ClassVar[str] = Free.KEPT
 
     every: int = setting(0, NOT_NEGATIVE)
-    """Number of steps between answers, which are also sampled before the first step and at the end. 0: never, and no
-    engine is started."""
+    """Number of steps between sampling rounds, which also run before the first step and at the end. 0: never; no engine
+    is started."""
     prompts: int = setting(4, COUNT, only_with=lambda c: c.generate.every)
-    """Number of prompts: each is a row of `--data.eval`, from its first row on, without its last turn."""
+    """Number of prompts, taken from the first rows of `--data.eval` without their last turn."""
     max_new_tokens: int = setting(128, COUNT, only_with=lambda c: c.generate.every)
-    """Maximum number of tokens of an answer."""
+    """Maximum answer length in tokens."""
     temperature: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.generate.every)
-    """Sampling temperature. 0: the most likely token is always taken (greedy)."""
+    """Sampling temperature. 0: greedy decoding."""
     engine: Literal["auto", "vllm", "sglang", "hf"] = setting("auto", only_with=lambda c: c.generate.every)
-    """Engine that samples. `auto`: vLLM if it is installed for the job's device and supports `--model.dtype`, else the
+    """Sampling engine. `auto`: vLLM if it is installed for the job's device and supports `--model.dtype`, otherwise the
     HF engine."""
 
 
 @dataclass
 class SupervisedConfig(schema.TrainingConfig):
-    """A job that learns from given rows. Every rank runs this same program."""
+    """A job that trains on a given data set. Every rank runs this same program."""
 
     run: SupervisedRunConfig = section(SupervisedRunConfig)
     parallel: SupervisedParallelConfig = section(SupervisedParallelConfig)
@@ -152,19 +151,19 @@ class SupervisedConfig(schema.TrainingConfig):
 
 
 def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | None]:
-    """Return source and weight of `source=weight`; the weight is None if it is missing. Raises ValueError."""
+    """Split `source=weight`; the weight is None if it is missing. Raises ValueError for an invalid weight."""
     return name_weight(spec, f"{flag} {spec}: the weight after = must be a number above 0")
 
 
 def streams(config: SupervisedConfig) -> list[str]:
-    """Return the sources of `--data.train` that are streams, whose rows can only be read from the first one on."""
+    """Return the streaming sources in `--data.train`, which can only be read sequentially from the first row."""
     return [spec for spec in config.data.train if spec.startswith("stream:") or ".jsonl.gz" in spec]
 
 
 def supervised_problems(config: SupervisedConfig, world_size: int, longest: int) -> list[str]:
     """Return a line for each setting that is invalid or conflicts with another one.
 
-    longest: maximum number of tokens of all sequences of a row together, which must fit into one micro-batch.
+    longest: maximum total number of tokens in a row's sequences, which must fit into one micro-batch.
     """
     if problems := rule_problems(config):
         return problems
@@ -193,7 +192,7 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
 
 
 def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
-    """Return settings of a reinforcement learning run whose engine samples for this job. folder: the model folder."""
+    """Return the settings of a reinforcement learning run whose engine samples for this job. folder: model folder."""
     wanted, parallel = config.generate, config.parallel
     shared = {each.name: getattr(parallel, each.name) for each in fields(schema.ParallelConfig)}
     rollout = schema.RolloutConfig(
@@ -216,7 +215,7 @@ def sampling_run(config: SupervisedConfig, folder: str) -> schema.Config:
 
 
 def supervised_lines(config: SupervisedConfig, world_size: int) -> list[str]:
-    """Return the lines of the job's plan, which are printed at the start and by `--dry-run`."""
+    """Return the lines of the job's plan, which are printed at startup and by `--dry-run`."""
     data, budget = config.data, config.policy.max_tokens_per_microbatch
     passes = f"{count(data.epochs, 'pass', 'passes')} over the rows"
     length = count(config.run.steps, "step") if config.run.steps else passes
