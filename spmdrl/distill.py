@@ -1,9 +1,9 @@
 """Distil a teacher into a student on the student's samples: `torchrun --nproc-per-node 8 -m spmdrl.distill ...`.
 
-The loop is that of `train.py` with another method (`rl/distillation.py`): it uses the teacher's log-probabilities of
-the student's tokens instead of scores, computes no advantages, and moves the student's distributions towards the
-teacher's.
-This file leaves out the divergences (`kernels/spmdrl_kernels/divergence.py`) and everything that `train.py` leaves out.
+The training loop is the one in `train.py` with a different method (`rl/distillation.py`): it uses the teacher's
+log-probabilities of the student's tokens instead of scores, computes no advantages, and moves the student's
+distributions towards the teacher's. Not shown here are the divergences (`kernels/spmdrl_kernels/divergence.py`) and
+everything that `train.py` does not show.
 """
 
 from dataclasses import replace

@@ -2,11 +2,12 @@
 
     python -m spmdrl.evaluate --config configs/gsm8k_grpo.yaml --model.path runs/gsm8k/checkpoints/latest/model
 
-The command also reads config files of a training run, and ignores settings that only concern training. It measures all
-prompts of `--data.eval`, unless a flag or a hand-written file sets `--eval.prompts`. The last line on stdout is one
-JSON object: model, data, numbers of prompts and samples, and the results, which are null if no sample was graded. The
-log is written to the folder `<run folder>-eval`, with `--env` also some conversations (`samples.jsonl`). After Ctrl-C,
-SIGTERM or SIGUSR1 the line has the results so far, and the reason under `stopped`.
+The command also accepts config files from training runs, and ignores settings that only apply to training. It evaluates
+all prompts in `--data.eval`, unless a flag or a hand-written file sets `--eval.prompts`. The last line on stdout is a
+JSON object with the model, the data, the number of prompts and samples, and the results, which are null if no sample
+was graded. Logs are written to the folder `<run folder>-eval`, along with some conversations (`samples.jsonl`) if
+`--env` is set. After Ctrl-C, SIGTERM or SIGUSR1, the line contains the results so far, and `stopped` contains the
+reason.
 """
 
 import dataclasses
@@ -34,8 +35,8 @@ def evaluate(run) -> None:
 
 
 def settle(job: Job, loaded: Loaded[EvaluationConfig]) -> Loaded[Any]:
-    """Return the settings of a run that only evaluates; for a dry run return the user's settings unchanged."""
-    # A value of `eval.prompts` in a run folder's config.yaml is for evaluations during training, so it is ignored here.
+    """Return the settings of a run that only evaluates, or the user's own settings for a dry run."""
+    # Ignore `eval.prompts` from a run folder's config.yaml, which is meant for evaluations during training.
     prompts = loaded.config.eval.prompts if "eval.prompts" in loaded.given else 0
     config = dataclasses.replace(loaded.config, eval=dataclasses.replace(loaded.config.eval, prompts=prompts))
     return dataclasses.replace(loaded, config=config if loaded.dry_run else as_run(config, prompts))
@@ -53,7 +54,7 @@ JOB = Job(
     page="docs/usage.md",
     settings=EvaluationConfig,
     check=check_config,
-    # Config files of every job that samples are accepted.
+    # Accept the config files of every job that samples.
     reads=lambda: tuple(job.settings for job in jobs().values() if issubclass(job.settings, Config)),
     lines=evaluation_lines,
     settle=settle,

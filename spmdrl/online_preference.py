@@ -1,8 +1,8 @@
 """Learn from preferences between the policy's samples: `torchrun --nproc-per-node 8 -m spmdrl.online_preference ...`.
 
-The loop is that of `train.py` with another method (`rl/online_preference.py`): it chooses by score the best and
-the worst sample of each prompt, or only the best (RAFT), and learns from them without advantages. This file leaves out
-the losses (`algos/preference.py`, `policy/objectives/pairs.py`) and everything that `train.py` leaves out.
+The training loop is the one in `train.py` with a different method (`rl/online_preference.py`): it picks the best and
+the worst sample of each prompt by score, or only the best (RAFT), and learns from them without advantages. Not shown
+here are the losses (`algos/preference.py`, `policy/objectives/pairs.py`) and everything that `train.py` does not show.
 """
 
 from dataclasses import replace

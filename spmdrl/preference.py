@@ -1,9 +1,9 @@
 """Learn from preferences between responses: `torchrun --nproc-per-node 8 -m spmdrl.preference --config dpo.yaml`.
 
-The loop is that of `sft.py`: read pairs or labelled responses, compute their logp under the reference, take one
-optimizer step, and update the reference if that is due. This file leaves out the losses (`algos/preference.py`), their
-sums over ranks (`policy/objectives/pairs.py`), the encoding of rows (`data/preferences.py`,
-`supervised/pair_encoder.py`) and the construction of the parts (`supervised/build.py`, `supervised/preference.py`).
+The training loop is the one in `sft.py`: read pairs or labelled responses, compute their logp under the reference, take
+one optimizer step, and update the reference when it is due. Not shown here are the losses (`algos/preference.py`) and
+their reduction over ranks (`policy/objectives/pairs.py`), how rows are encoded (`data/preferences.py`,
+`supervised/pair_encoder.py`) and how the components are built (`supervised/build.py`, `supervised/preference.py`).
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """Train a reward model on preferences or labelled steps: `torchrun --nproc-per-node 8 -m spmdrl.reward_model ...`.
 
-The loop is that of `sft.py`, without a frozen model and without sampled answers. This file leaves out the loss and the
-metrics of scores (`policy/objectives/scores.py`), the encoding of rows (`data/preferences.py`,
-`supervised/pair_encoder.py`; `data/steps.py`, `supervised/steps.py`) and the construction of the parts
+The training loop is the one in `sft.py`, but without a frozen model or sampled answers. Not shown here are the loss and
+the score metrics (`policy/objectives/scores.py`), how rows are encoded (`data/preferences.py`,
+`supervised/pair_encoder.py`; `data/steps.py`, `supervised/steps.py`) and how the components are built
 (`supervised/reward_model.py`).
 """
 

@@ -1,10 +1,10 @@
 """Fine-tune a language model on given dialogues or text: `torchrun --nproc-per-node 8 -m spmdrl.sft --config sft.yaml`.
 
-`train` is the complete algorithm. Every rank runs it; a call that looks local may be a collective, which its docstring
-then mentions. This file leaves out the encoding of rows with a loss mask (`supervised/encoder.py`, `data/turns.py`),
-the order of rows (`data/mixture.py`), the loss (`policy/objectives/likelihood.py`) and the construction of the parts
-(`supervised/build.py`, `supervised/sft.py`). `preference.py` and `reward_model.py` run the same loop with other rows,
-models and losses.
+`train` is the complete algorithm. Every rank runs it; calls that look local can be collectives, in which case their
+docstrings say so. Not shown here are how rows are encoded with a loss mask (`supervised/encoder.py`, `data/turns.py`),
+the order of rows (`data/mixture.py`), the loss (`policy/objectives/likelihood.py`) and how the components are built
+(`supervised/build.py`, `supervised/sft.py`). `preference.py` and `reward_model.py` run the same loop with different
+rows, models and losses.
 """
 
 from spmdrl.config.sft import SFTConfig, check_sft, sft_lines
@@ -13,7 +13,7 @@ from spmdrl.session.launch import launch
 
 
 def train(run) -> None:
-    """In each step, read rows, compute their logp under a frozen model if there is one, and take an optimizer step."""
+    """Run the training loop: read rows, compute their logp under any frozen model, and take an optimizer step."""
     for step in run.steps():
         run.evaluate(step)
         run.sample(step)

@@ -1,14 +1,14 @@
 """Train a language model by reinforcement learning: `torchrun --nproc-per-node 8 -m spmdrl.train --config run.yaml`.
 
-`train` is the complete algorithm. Every rank runs it; a call that looks local may be a collective, which its docstring
-then mentions. This file leaves out:
+`train` is the complete algorithm. Every rank runs it; calls that look local can be collectives, in which case their
+docstrings say so. Not shown here are:
 
-- the construction of the parts (`session/open.py`, `rl/build.py`),
-- moving models on and off the device in each phase (`session/device_table.py`),
+- how the components are built (`session/open.py`, `rl/build.py`),
+- how models are moved on and off the device in each phase (`session/device_table.py`),
 - the formulas (`algos/`) and sampling (`rl/sampler.py`, `rl/rollout.py`),
-- the computations of a method (`PolicyGradient` of `rl/run.py`, by `rl/score.py` and `rl/update.py`; `distill.py` and
-  `online_preference.py` have other methods),
-- the work of ranks that only sample or score (`Run.stand_by`).
+- what a method computes (`PolicyGradient` in `rl/run.py`, with `rl/score.py` and `rl/update.py`; `distill.py` and
+  `online_preference.py` use other methods),
+- what ranks that only sample or score do (`Run.stand_by`).
 """
 
 from spmdrl.config.checks import check
@@ -19,7 +19,7 @@ from spmdrl.session.launch import launch
 
 
 def train(run) -> None:
-    """In each step, sample experience and update the policy."""
+    """Run the training loop: in each step, sample experience and update the policy."""
     for step in run.steps():
         with run.memory.rollout_phase():
             run.evaluate(step)

@@ -1,38 +1,38 @@
-"""Settings of a run: their dataclasses, the files and flags that give their values, and the rules that check them.
+"""Run settings: their dataclasses, how files and flags are loaded into them, and the rules that validate them.
 
-schema.py        settings of a run of reinforcement learning, and those that all training jobs share; the text under a
-                 field is its --help
-learning.py      the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
-evaluation.py    settings of an evaluation
-supervised.py    settings that jobs on given rows share; sft.py, preference.py, reward_model.py: those of one such job
-online_preference.py  settings of preference learning on the policy's samples
-distillation.py  settings of distillation; divergence.py: settings of the divergence from a teacher
-presets.py       published methods by name, as settings
-builtin.py       a table of the rewards that come with spmdrl
+schema.py        settings for reinforcement learning, and those shared by all training jobs; the docstring below a field
+                 is its --help text
+learning.py      the sections that correspond to algos/: algorithm, correction, filters, shaping, critic, safety
+evaluation.py    settings for an evaluation
+supervised.py    settings shared by jobs that train on a given data set: sft.py, preference.py, reward_model.py
+online_preference.py  settings for preference learning on the policy's own samples
+distillation.py  settings for distillation; divergence.py has those for the divergence from a teacher
+presets.py       published methods by name, as values for settings
+builtin.py       a table of the built-in rewards
 declare.py       declares a setting's default, valid values, the jobs that read it, and whether a resume may change it
-fields.py        settings as flat dotted names; ConfigError; lines about settings to change
-load.py          makes one Config from files and flags
-raw_settings.py  reads the text of settings from the command line and YAML files, and parses it by type
+fields.py        settings by dotted name; ConfigError; collects problems with settings
+load.py          builds a Config from files and flags
+raw_settings.py  reads raw settings from the command line and YAML files, and parses them by type
 layers.py        values that files and flags override: presets, defaults, and values implied by other settings
-use.py           refuses settings that the run does not read
-composition.py   facts that follow from the settings of a method: inputs of its functions, meaning of `auto`
-parameters.py    finds the settings that fill the parameters of a loss or an advantage
-named.py         settings that name a function, built-in or in a user's file
-checks.py        checks all values together, mainly by rules of the files below
-rules.py         the rules that settings declare, and those that all jobs share
+use.py           refuses settings that would have no effect
+composition.py   what the method's settings imply: inputs of its functions, resolution of `auto`
+parameters.py    maps the parameters of a loss or an advantage to settings
+named.py         settings that name a function, either built-in or in a user's file
+checks.py        validates all settings together, mostly with rules from the files below
+rules.py         rules declared by individual settings, and those shared by all jobs
 methods.py       rules for a method: advantage, loss, correction, filters, critic
-placement.py     numbers of ranks that train, sample and score, and rules for these roles
-backends.py      rules for the axes of the mesh and each policy backend
-engines.py       facts about the engines and adapters, and rules for them
-rewards.py       rewards that settings name, and rules for them and for the sandbox of programs
-classifier.py    settings of a reward model that a YAML file describes
-judge.py         settings of judges, and their rules
-environment.py   settings and limits of environments, and their rules
-yaml_file.py     reads the YAML files of judges, reward models and environments
-template.py      variables of the chat template for a whole run
-user_code.py     imports users' Python files and puts errors of their code on one line
-plan.py          numbers of ranks, sequences, tokens and updates of a run, for its first lines and --dry-run
-resume.py        compares the settings of a run folder with those of a run that resumes in it
-paths.py         paths that a run may write to
-dump.py          a Config as YAML or dict, and the differences of two configs; removes secrets
+placement.py     number of ranks that train, sample and score, and rules for these roles
+backends.py      rules for the mesh axes and for each policy backend
+engines.py       properties of the engines and adapters, and rules for them
+rewards.py       the configured rewards, and rules for them and for the program sandbox
+classifier.py    settings for a reward model described by a YAML file
+judge.py         settings for judges, with their rules
+environment.py   settings and limits for environments, with their rules
+yaml_file.py     reads the YAML files for judges, reward models and environments
+template.py      run-wide chat template variables
+user_code.py     imports users' Python files, and formats their errors on one line
+plan.py          number of ranks, sequences, tokens and updates in a run, printed at startup and by --dry-run
+resume.py        compares the settings in a run folder with those of a run that resumes from it
+paths.py         the paths that a run writes to
+dump.py          converts a Config to YAML or a dict, and diffs two configs; removes secrets
 """

@@ -1,4 +1,4 @@
-"""Rules for the axes of the mesh and for each policy backend."""
+"""Rules for the mesh axes and for each policy backend."""
 
 import importlib.util
 from math import lcm
@@ -26,21 +26,22 @@ OF_FSDP = {
     "policy.attention": "needs --policy.backend fsdp; leave it out",
     "lora.rank": "adapters need --policy.backend fsdp; take 0",
 }
-"""Setting that only Megatron (`OF_MEGATRON`) or FSDP (`OF_FSDP`) reads -> advice if the other backend is chosen."""
+"""Setting that only Megatron (`OF_MEGATRON`) or only FSDP (`OF_FSDP`) supports -> advice if the other backend is
+chosen."""
 NO_DTYPE = {
     "float64": "Megatron's optimizer does not support it; take float32",
     "float16": "only the fsdp backend has a loss scale; take bfloat16",
 }
-"""Number type of the model that Megatron does not support -> advice."""
+"""Model dtype that Megatron does not support -> advice."""
 
 GATHERED = {"whole": 2 << 30, "once": 8 << 30}
-"""Way to gather weights (`PolicyConfig.gather`) -> bytes of the largest model for which `auto` chooses it."""
+"""Value of `PolicyConfig.gather` -> largest model size in bytes for which `auto` selects it."""
 
 
 def way_to_gather(choice: str, size: int) -> str:
-    """Return the way in which FSDP gathers a model: `whole`, `once` or `layers`.
+    """Return how FSDP gathers a model's weights: `whole`, `once` or `layers`.
 
-    choice: the value of `--policy.gather`. size: bytes of all of the model's parameters, in the type of the forward.
+    choice: the value of `--policy.gather`. size: total parameter size in bytes, in the dtype of the forward pass.
     """
     if choice != "auto":
         return choice
@@ -48,13 +49,13 @@ def way_to_gather(choice: str, size: int) -> str:
 
 
 def axis_product(config: Config) -> int:
-    """Return the product of the sizes of all axes but dp_shard, without ep and etp, which reuse the same ranks."""
+    """Return the product of all axis sizes except dp_shard, ep and etp; the last two reuse the same ranks."""
     axes = config.parallel
     return axes.dp_replicate * axes.sp * axes.cp * axes.tp * axes.pp
 
 
 def backend_problems(config: Config, world_size: int) -> list[str]:
-    """Return a line for each setting that the backend refuses. world_size: number of ranks that train."""
+    """Return a line for each setting that the backend refuses. world_size: number of training ranks."""
     axes, problems, default = config.parallel, Problems(config), type(config)()
     of_other = OF_MEGATRON if config.policy.backend == "fsdp" else OF_FSDP
     for name, advice in of_other.items():
@@ -89,7 +90,7 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _check_megatron(problems: Problems, world_size: int) -> None:
-    """Add lines for settings that Megatron refuses with any model; `policy/megatron/layout.py` checks the model."""
+    """Report settings that Megatron refuses for any model; `policy/megatron/layout.py` checks the model itself."""
     config = problems.config
     axes = config.parallel
     if importlib.util.find_spec("megatron") is None:

@@ -1,6 +1,6 @@
-"""A table of the rewards that come with spmdrl. Grading processes import this module, so it imports nothing heavy.
+"""A table of the built-in rewards. Grading processes import this module, so it avoids heavy imports.
 
-The docstring of a reward's function describes the reward's score; docs/rewards.md shows these docstrings.
+The docstring of a reward's function describes its score; docs/rewards.md shows these docstrings.
 """
 
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in reward: a function in a module of `spmdrl.rewards`, named like the reward unless it is `pooled`."""
+    """A built-in reward: a function in a module of `spmdrl.rewards` with the reward's name, unless `pooled`."""
 
     module: str
     pooled: bool = False
-    """True if the reward may take long, so that grading processes run it; they get the function from
-    `load(name, settings)` of the module."""
+    """True if the reward can be slow, so that it runs in grading processes, which get the function from the module's
+    `load(name, settings)`."""
     runs_programs: bool = False
-    """True if the reward may run programs, so that it needs the sandbox."""
+    """True if the reward can run programs and therefore needs the sandbox."""
     has_clocks: bool = False
-    """True if the reward limits its own time, so that no response can make its grading time out."""
+    """True if the reward limits its own run time, so that no response can make it time out."""
     documented: str = ""
-    """Name, in the module, of the class or function with the docstring about the score; empty: the reward's name."""
+    """Class or function in the module whose docstring describes the score, if its name is not the reward's."""
 
 
 REWARDS: dict[str, BuiltIn] = {

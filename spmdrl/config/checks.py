@@ -1,6 +1,6 @@
-"""Checks that all settings of a run fit together.
+"""Validation of all settings of a run.
 
-All checks run before a model is built. `check` reports all problems at once, each with the flag to change.
+All checks run before a model is built. `check` reports every problem at once, along with the flag to change.
 """
 
 from spmdrl.config.backends import backend_problems
@@ -19,25 +19,24 @@ TRACKERS = ("jsonl", "tensorboard", "wandb")
 
 
 def check(config: Config, world_size: int, here: bool = True) -> None:
-    """Check all settings together, and read no files but those that settings name. Raises ConfigError.
+    """Check all settings together, reading only files that the settings name. Raises ConfigError.
 
-    The error has a line for every problem, with the flag to change and advice. The arguments are those of
-    `run_problems`.
+    The error has one line per problem, with the flag to change and advice. For the arguments see `run_problems`.
     """
     refuse(run_problems(config, world_size, here))
 
 
 def run_problems(config: Config, world_size: int, here: bool = True) -> list[str]:
-    """Return the problems of a run's settings, a line each.
+    """Return the problems with a run's settings, one line each.
 
     Args:
-        config: a run's settings, with or without its preset filled in.
-        world_size: ranks of the job.
-        here: True if the job runs on this machine; False if it is only planned here, so that its engine may be missing.
+        config: the run's settings, with or without the values of its preset.
+        world_size: number of ranks in the job.
+        here: whether the job runs on this machine; if False, its engine does not need to be installed.
     """
     problems = rule_problems(config)
     bad = {problem.split(" ", 1)[0] for problem in problems}
-    # Rules between settings are reported only for settings whose values are valid, so that one mistake gives one line.
+    # Skip rules between settings if a setting is invalid on its own, so that each mistake is reported only once.
     roles = role_problems(config, world_size)
     if not any(name.startswith("--parallel.") for name in bad):
         problems += roles or backend_problems(config, trainers(config, world_size))

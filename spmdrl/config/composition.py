@@ -1,6 +1,6 @@
-"""Facts that follow from the settings of a method: its functions, the inputs that they need, and the meaning of `auto`.
+"""What the method's settings imply: its functions, the inputs that they need, and how `auto` is resolved.
 
-Tables of functions need torch, so they are imported only where they are read, and `--help` works without torch.
+The function tables need torch, so they are imported lazily, and `--help` works without torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def advantage_of(cfg: Any) -> "Advantage":
-    """Return the entry of `ADVANTAGES` that `--algo.advantage` names, or a new `Advantage` for a function in a user's
-    file.
+    """Return the `ADVANTAGES` entry for `--algo.advantage`, or a new `Advantage` for a function in a user's file.
 
     Raises ValueError as `load_function` does.
     """
@@ -26,7 +25,7 @@ def advantage_of(cfg: Any) -> "Advantage":
 
 
 def loss_of(cfg: Any) -> "Loss":
-    """Return the entry of `LOSSES` that `--algo.loss` names, or a new `Loss` for a function in a user's file.
+    """Return the `LOSSES` entry for `--algo.loss`, or a new `Loss` for a function in a user's file.
 
     Raises ValueError as `load_function` does.
     """
@@ -37,10 +36,10 @@ def loss_of(cfg: Any) -> "Loss":
 
 
 def advantage_alone(cfg: Any) -> bool:
-    """Return True if a sequence with zero advantage contributes nothing to an update, so that it may be left out.
+    """Return True if a sequence with zero advantage contributes nothing to an update and can be skipped.
 
-    This is False if the update has terms that the advantage does not multiply (KL, entropy, positive_coef, balancing of
-    experts), and for losses that may have such terms (`Loss.skips`), such as those of users.
+    This is False if the update has terms that are not multiplied by the advantage (KL, entropy, positive_coef, expert
+    balancing), and for losses that might have such terms (`Loss.skips`), such as user-defined ones.
     """
     algo, policy = cfg.algo, cfg.policy
     more = algo.kl_coef or algo.entropy_coef or algo.positive_coef or policy.moe_aux_loss or policy.moe_bias_rate
@@ -48,19 +47,19 @@ def advantage_alone(cfg: Any) -> bool:
 
 
 def aggregation(cfg: Any) -> str:
-    """Return the aggregation of the loss: `--algo.aggregation`, or that of the loss's paper if the setting is empty.
+    """Return the loss aggregation: `--algo.aggregation` or, if it is empty, the one in the loss's paper.
 
-    A loss with one value for each sequence always has the aggregation of its paper.
+    A loss with one value per sequence always uses its paper's aggregation.
     """
     loss = loss_of(cfg)
     return loss.aggregation if loss.scope == "one per sequence" else cfg.algo.aggregation or loss.aggregation
 
 
 def needs(cfg: Any) -> frozenset[str]:
-    """Return the inputs that a step needs in addition to samples, such as `critic`.
+    """Return the inputs that a step needs besides samples, such as `critic`.
 
-    Raises ValueError if the advantage's `needs` is not a tuple of known fields, or if the advantage reads scores of
-    reasoning steps and no model gives them.
+    Raises ValueError if the advantage's `needs` is not a tuple of known fields, or if the advantage uses step scores
+    and no model provides them.
     """
     from spmdrl.algos.estimators import ADVANTAGES
 
@@ -92,7 +91,8 @@ def needs(cfg: Any) -> frozenset[str]:
 
 
 def old_logp(cfg: Any) -> str:
-    """Return the source of old_logp: `update` (the update's forward), `policy` (an earlier one) or `rollout` (engine).
+    """Return how old_logp is obtained: from the forward pass of the update (`update`), a separate one before it
+    (`policy`) or the engine (`rollout`).
 
     Raises ValueError as `needs` does.
     """
@@ -108,10 +108,10 @@ def old_logp(cfg: Any) -> str:
 
 
 def correction(cfg: Any) -> str:
-    """Return `--correction.kind`; `auto` corrects only if samples may come from other weights than the trainer's."""
+    """Return `--correction.kind`; `auto` corrects only if samples can come from weights other than the trainer's."""
     if cfg.correction.kind != "auto":
         return cfg.correction.kind
     rollout = cfg.rollout
     other = rollout.staleness or rollout.partial_steps or rollout.quantization != "none"
-    # If old_logp is the engine's, the ratio in the loss already corrects the difference between engine and trainer.
+    # If old_logp comes from the engine, the ratio in the loss already corrects the mismatch between engine and trainer.
     return "tis_token" if other and old_logp(cfg) != "rollout" else "none"

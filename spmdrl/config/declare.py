@@ -1,7 +1,7 @@
-"""Declarations of settings: default, valid values, the jobs that read the setting, and whether a resume may change it.
+"""Declarations of settings: default, valid values, the jobs that read them, and whether a resume may change them.
 
-A setting that is a plain field, without `setting`, takes every value of its type; every job that has its section reads
-it, and a resume must keep it unless the section declares `FREE`.
+A setting that is a plain field, without `setting`, accepts every value of its type and is read by every job that has
+its section; a resume must keep it unless the section declares `FREE`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ C = TypeVar("C", bound=type)
 
 
 class Free:
-    """Reasons why a run may resume with another value of a setting: it does not affect the weights after a step."""
+    """Reasons why a resume may change a setting: it does not affect the weights after a step."""
 
     WATCHED = "place and length of a run, and how it is observed"
     KEPT = "results that a run shows and keeps"
@@ -28,20 +28,20 @@ class Free:
 
 
 class Job:
-    """Jobs that do not read some settings of the sections that they share with other jobs."""
+    """Jobs that ignore some settings in the sections that they share with other jobs."""
 
     EVALUATE, DISTILL, ONLINE = "evaluate", "distill", "online_preference"
     PREFERENCE, REWARD_MODEL = "preference", "reward_model"
     SUPERVISED = "supervised"
-    """All jobs that train on given rows."""
+    """All jobs that train on a given data set."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The valid values of one setting, independent of other settings; None is valid if the type includes it."""
+    """The valid values of one setting, regardless of other settings; None is also valid if the type allows it."""
 
     valid: Callable[[Any], bool]
-    """Function that returns True for a valid value. NaN is never valid."""
+    """Function that returns True for valid values. NaN is never valid."""
     says: str
     """Description of the valid values, for the error message."""
 
@@ -55,7 +55,7 @@ FINITE = Rule(math.isfinite, "must be a finite number")
 
 
 def at_least(least: float) -> Rule:
-    """Return the rule that a value is a finite number of at least `least`."""
+    """Return a rule that requires a finite number of at least `least`."""
     return Rule(lambda x: least <= x < math.inf, f"must be at least {least:g}")
 
 
@@ -66,12 +66,12 @@ def setting(
     only_with: Callable[[Any], Any] | None = None,
     unread_by: tuple[str, ...] = (),
 ) -> Any:
-    """Return the dataclass field of a setting.
+    """Return a dataclass field for a setting.
 
-    rule: its valid values. free: the reason why a resume may change the setting; empty if a resume must keep it. A
-    section of which a resume may change every setting gives the reason once, as `FREE`. only_with: function of a job's
-    settings that returns True if the job reads this one; None if every job reads it (`use.py`). unread_by: jobs that
-    have no flag for the setting (`hides`).
+    rule: its valid values. free: the reason why a resume may change it, or "" if a resume must keep it. A section in
+    which a resume may change every setting declares the reason once, as `FREE`. only_with: function of a job's settings
+    that returns True if the job reads this one, or None if every job does (`use.py`). unread_by: jobs without a flag
+    for the setting (`hides`).
     """
     return dataclasses.field(
         default=default, metadata={"rule": rule, "free": free, "only_with": only_with, "unread_by": unread_by}
@@ -79,9 +79,9 @@ def setting(
 
 
 def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **defaults: Any) -> Any:
-    """Return the dataclass field of a section.
+    """Return a dataclass field for a section.
 
-    kind: the section's class. unread_by: as in `setting`. defaults: values that replace defaults of the class.
+    kind: the section's class. unread_by: as in `setting`. defaults: values that override the class's defaults.
     """
     make = functools.partial(kind, **defaults) if defaults else kind
     return dataclasses.field(default_factory=make, metadata={"unread_by": unread_by})
@@ -90,7 +90,7 @@ def section(kind: Callable[..., Any], unread_by: tuple[str, ...] = (), **default
 def hides(job: str) -> Callable[[C], C]:
     """Return a class decorator that removes the flags of fields whose `unread_by` contains this job.
 
-    Fields of base classes are included. YAML files of other jobs may still contain these settings (`load.py`).
+    This includes inherited fields. YAML files for other jobs can still contain these settings (`load.py`).
     """
 
     def hide(cls: C) -> C:
@@ -104,13 +104,13 @@ def hides(job: str) -> Callable[[C], C]:
 
 
 def unread_by(field: dataclasses.Field) -> tuple[str, ...]:
-    """Return the jobs that have no flag for a setting or a section."""
+    """Return the jobs without a flag for this setting or section."""
     return field.metadata.get("unread_by", ())
 
 
 @dataclass(frozen=True)
 class Declared:
-    """The arguments of `setting` that a field declares about its setting."""
+    """The arguments of `setting` that describe a setting."""
 
     rule: Rule | None
     free: str
@@ -119,7 +119,7 @@ class Declared:
 
 @functools.cache
 def declared(schema: type) -> dict[str, Declared]:
-    """Return dotted name -> declaration of every field of a dataclass of dataclasses, with or without a flag."""
+    """Return dotted name -> declaration for every field in nested dataclasses, including those without a flag."""
     hints = get_type_hints(schema)
     found: dict[str, Declared] = {}
     for field in dataclasses.fields(schema):

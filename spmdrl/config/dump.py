@@ -1,4 +1,4 @@
-"""Writes configs as YAML that `--config` reads, as dicts for trackers, and as differences; removes secrets."""
+"""Converts configs to YAML for `--config` and to dicts for trackers, and diffs them; removes secrets."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from spmdrl.config.fields import get, leaves
 
 REDACTED = "<redacted>"
 RESOLVED = "# Every setting of a run, as it was resolved: what the run does not use may stand here, too."
-"""First line of the text of `to_yaml`, by which `is_resolved` recognises such files."""
-# Only complete words of a name match, so that max_new_tokens is not a secret.
+"""First line written by `to_yaml`, which `is_resolved` uses to recognise such files."""
+# Match only whole words, so that max_new_tokens is not treated as a secret.
 _SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|credential|credentials|key|apikey)$", re.IGNORECASE)
-# The pattern matches keys of Hugging Face, OpenAI, GitHub, GitLab, AWS, NVIDIA, Slack, Google, Groq, xAI and wandb (a
-# value of exactly 40 hex digits), bearer headers, and the login in a URL. `_SECRET_QUERY` matches secrets in its query.
+# Matches keys for Hugging Face, OpenAI, GitHub, GitLab, AWS, NVIDIA, Slack, Google, Groq, xAI and wandb (exactly
+# 40 hex digits), bearer headers, and logins in URLs. `_SECRET_QUERY` matches secrets in a URL's query.
 _SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|A[KS]IA[A-Z0-9]{12,}|nvapi-[\w-]{16,}|xox[abcdeprs]-[\w-]{10,}|xapp-[\w-]{10,}|AIza[\w-]{30,}|gsk_[A-Za-z0-9]{16,}"
@@ -30,13 +30,13 @@ _SECRET_VARIABLE = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|SECRET)KEY|(^|_)KEY(_ID)?|(^|_)PAT)$", re.IGNORECASE
 )
 LEAST = 8
-"""Minimum length, in characters, of an environment variable's value that is removed; shorter ones may be words."""
+"""Minimum length, in characters, of environment variable values to redact; shorter ones might be ordinary words."""
 
 
 def redact(name: str, value: Any) -> Any:
-    """Return the value of a setting without credentials, which are recognised by their form or by the setting's name.
+    """Return a setting's value without credentials, which are recognised by their format or by the setting's name.
 
-    A tuple becomes a list of redacted items; values that are neither text nor lists are not changed.
+    A tuple becomes a list of redacted items; values that are neither text nor lists are returned unchanged.
     """
     if isinstance(value, tuple | list):
         return [redact(name, item) for item in value]
@@ -48,7 +48,7 @@ def redact(name: str, value: Any) -> Any:
 
 
 def _redact_json(text: str) -> str:
-    """Return a JSON text without credentials, including the values of keys whose names say that they are secret."""
+    """Return a JSON text without credentials, including the values of keys with secret-sounding names."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -60,7 +60,7 @@ def _redact_json(text: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return a text without credentials, recognised by their form or as values of variables such as `HF_TOKEN`."""
+    """Return a text without credentials, recognised by their format or as values of variables such as `HF_TOKEN`."""
     for name, value in os.environ.items():
         if len(value) >= LEAST and value in text and _SECRET_VARIABLE.search(name):
             text = text.replace(value, REDACTED)
@@ -68,7 +68,7 @@ def redact_text(text: str) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as nested dicts in the order of the schema, redacted; tuples become lists."""
+    """Return a config as nested dicts in schema order, redacted; tuples become lists."""
     nested: dict[str, Any] = {}
     for name in leaves(type(config)):
         *sections, last = name.split(".")
@@ -80,13 +80,13 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """Return the text of a run folder's `config.yaml`, which `--config` reads as an equal config (but for secrets)."""
+    """Return the text of a run folder's `config.yaml`, from which `--config` restores the config except for secrets."""
     text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return f"{RESOLVED}\n{text}"
 
 
 def diff(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
-    """Return dotted name -> (value in a, value in b) of settings that differ between two configs of one schema.
+    """Return dotted name -> (value in a, value in b) for settings that differ between two configs with the same schema.
 
     Values are redacted.
     """

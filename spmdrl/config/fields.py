@@ -1,4 +1,4 @@
-"""Dotted names of the settings of a schema, and `ConfigError`, the exception for mistakes in settings."""
+"""Access to settings by dotted name, and `ConfigError`, the exception for mistakes in settings."""
 
 import dataclasses
 import difflib
@@ -9,14 +9,14 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
-    """A user's mistake in a setting. The message names the setting and says what to change."""
+    """A user error in a setting. The message names the setting and says what to change."""
 
 
 @functools.cache
 def leaves(schema: type) -> dict[str, Any]:
-    """Return dotted name -> type of every setting of a dataclass of dataclasses, in the order of the schema.
+    """Return dotted name -> type for every setting in nested dataclasses, in schema order.
 
-    Fields that are hidden from the schema's job (`declare.hides`) are left out.
+    Fields that are hidden from the schema's job (`declare.hides`) are omitted.
     """
     hints = get_type_hints(schema, include_extras=True)
     found: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def leaves(schema: type) -> dict[str, Any]:
 
 
 def get(config: Any, name: str) -> Any:
-    """Return the value of the setting with a dotted name such as `run.steps`."""
+    """Return the value of a setting by its dotted name, such as `run.steps`."""
     return functools.reduce(getattr, name.split("."), config)
 
 
@@ -42,12 +42,12 @@ def flag(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a setting's value as text, in the form in which a user writes it on a command line."""
+    """Return a setting's value as text, as a user would write it on the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else repr(value) if value == "" else str(value)
 
 
 def is_optional(hint: Any) -> bool:
-    """Return True if None is a valid value of a setting of this type."""
+    """Return True if a setting of this type can be None."""
     return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
 
 
@@ -57,16 +57,16 @@ def is_tuple(hint: Any) -> bool:
 
 
 def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
-    """Return at most `count` valid names that a user may have meant, best first; empty if none is near.
+    """Return up to `count` valid names that the user might have meant, best first, or [] if none is close.
 
-    Names with the same last part come before names of similar spelling: `steps` means `run.steps`.
+    Names with the same last component come before names with similar spelling: `steps` means `run.steps`.
     """
     valid = list(valid)
     last = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in valid if candidate.rpartition(".")[2] == last]
     same_leaf.sort(key=lambda candidate: -difflib.SequenceMatcher(None, name, candidate).ratio())
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(valid)}
-    # Names in one section are similar because they begin with the section's name, so their last parts must be similar.
+    # Names in the same section are similar by their common prefix alone, so also require similar last components.
     alike = [
         candidate
         for candidate in difflib.get_close_matches(name, valid, n=5, cutoff=0.6)
@@ -77,19 +77,19 @@ def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
 
 
 class Problems(list[str]):
-    """Lines about the settings of `config` that the user must change, one line for each."""
+    """Lines about the settings of `config` that the user must change, one per setting."""
 
     def __init__(self, config: Any, lines: Iterable[str] = ()):
         super().__init__(lines)
         self.config = config
 
     def add(self, name: str, advice: str) -> None:
-        """Append a line with the flag of a setting, its value and the advice."""
+        """Append a line with the setting's flag and value, and the advice."""
         self.append(f"{flag(name)} {shown(get(self.config, name))}: {advice}")
 
 
 def refuse(problems: list[str], why: str = "to change") -> None:
-    """Raise ConfigError with all problems, one line each, if there are any."""
+    """Raise ConfigError with one line per problem, if there are any."""
     if problems:
         count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
         raise ConfigError("\n  ".join([f"{count} {why}:", *problems]))

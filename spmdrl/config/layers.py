@@ -1,10 +1,10 @@
 """Layers of values that files and flags override.
 
-The layers, from the lowest priority: defaults of runs other than the demo, values of a preset, and values that another
-setting implies. The demo trains the model that comes with spmdrl on a built-in task. This model keeps the demo's
-learning rate and response length on any rows; built-in tasks keep the demo's response length and evaluation with any
-model. A run that continues in its folder keeps the values that the folder records for these layers, even if the
-defaults of this version differ.
+The layers are, from lowest to highest priority: defaults for runs other than the demo, values of a preset, and values
+implied by another setting. The demo trains the bundled model on a built-in task. The bundled model keeps the demo's
+learning rate and response length on any data; built-in tasks keep the demo's response length and evaluation with any
+model. A run that continues in its folder keeps the values recorded there for these layers, even if the defaults in this
+version differ.
 """
 
 import json
@@ -23,17 +23,17 @@ Entry = tuple[str, Given]
 METHOD = ("algo.preset", "algo.loss", "algo.advantage")
 """Settings that determine which other settings a preset sets."""
 SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
-"""Defaults for SimPO. Its log p are means over tokens and so are small; beta is 2 to 2.5 and gamma half of beta
-(https://arxiv.org/abs/2405.14734)."""
+"""Defaults for SimPO. Its log-probabilities are averaged over tokens and therefore small; beta is 2 to 2.5, and gamma
+is half of beta (https://arxiv.org/abs/2405.14734)."""
 ORIGIN = "a run of your own"
 DEMO_LR = OptimizerConfig.lr
 LR, LORA_FACTOR = 1e-6, 10
-"""Default learning rate of reinforcement learning if all weights train, and the factor by which it is higher for
+"""Default learning rate for reinforcement learning without adapters, and the factor by which it is increased with
 adapters (https://thinkingmachines.ai/blog/lora)."""
 NEW_TOKENS = 1024
 MANY = 1 << 30
 CRITIC_LR = "1e-05"
-"""Default learning rate of a critic: about ten times the policy's, as in verl's examples
+"""Default learning rate of a critic: about ten times that of the policy, as in verl's examples
 (https://github.com/volcengine/verl)."""
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json"
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
@@ -41,21 +41,21 @@ SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 @dataclass
 class Begun:
-    """Settings with which the run in a folder was started; empty if the job does not continue a run."""
+    """Settings recorded in the folder of the run to be continued; empty for a new run."""
 
     path: str = ""
     entries: dict[str, Given] = field(default_factory=dict)
 
     def instead_of(self, layer: Entries) -> Entries:
-        """Return a layer with the values of the continued run; settings that its folder lacks are left out.
+        """Return a layer with the values of the continued run; settings that its folder lacks are omitted.
 
-        Without a continued run, the layer is returned unchanged.
+        For a new run, the layer is returned unchanged.
         """
         return [(name, self.entries[name]) for name, _ in layer if name in self.entries] if self.entries else layer
 
 
 def begun_with(given: Entries, schema: type) -> Begun:
-    """Return the recorded settings of the run that a job continues. given: entries of all files and flags."""
+    """Return the recorded settings of the run that this job continues. given: entries from all files and flags."""
     names, last = leaves(schema), {name: "".join((found.values or [])[-1:]) for name, found in given}
     if not {"run.dir", "run.name", "data.train"} <= names.keys():
         return Begun()
@@ -66,14 +66,14 @@ def begun_with(given: Entries, schema: type) -> Begun:
         path = recorded_settings(Path(folder))
         return Begun(str(path), dict(read_yaml(str(path), []))) if path.is_file() else Begun()
     except (OSError, ValueError):
-        # The start of the job later refuses a folder that cannot be read.
+        # A folder that cannot be read is refused later, when the job starts.
         return Begun()
 
 
 def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tuple[str, ...]]:
-    """Return the defaults of a run that is not the demo, and at most one line that tells the user about them.
+    """Return the defaults for runs other than the demo, and at most one line that tells the user about them.
 
-    given: entries of all files and flags; settings that they name get no default. begun: settings of the continued run.
+    given: entries from all files and flags; settings in them get no default. begun: settings of the continued run.
     """
     names, last = leaves(schema), {name: found.values or [] for name, found in given}
     data = last.get("data.train" if "data.train" in names else "data.eval", [])
@@ -97,19 +97,19 @@ def own_layer(given: Entries, schema: type, begun: Begun) -> tuple[Entries, tupl
 
 
 def _has_critic(last: dict[str, list[str]]) -> bool:
-    """Return True if the chosen advantage is a built-in one that reads the values of a critic."""
+    """Return True if the chosen advantage is a built-in one that uses a critic's values."""
     preset = PRESETS.get("".join(last.get("algo.preset", [])[-1:]))
     named = last.get("algo.advantage") or ([preset.settings["algo.advantage"]] if preset else [])
     if not named:
         return False
-    from spmdrl.algos.estimators import ADVANTAGES  # imported late because it needs torch
+    from spmdrl.algos.estimators import ADVANTAGES  # lazy import: needs torch
 
     row = ADVANTAGES.get(named[-1])
     return row is not None and "values" in row.fields
 
 
 def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
-    """Return the default learning rate as text; empty if it is the schema's default."""
+    """Return the default learning rate as text, or "" if it is the schema's default."""
     if "optimizer.lr" not in leaves(schema):
         return ""
     own = float(get(schema(), "optimizer.lr"))
@@ -120,7 +120,7 @@ def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
 
 
 def context_of(path: str) -> int:
-    """Return the maximum sequence length, in tokens, in a model's config.json; MANY if it cannot be read."""
+    """Return the maximum sequence length, in tokens, from a model's config.json, or MANY if it cannot be read."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config") or config
@@ -131,7 +131,7 @@ def context_of(path: str) -> int:
 
 
 def is_shipped(path: str) -> bool:
-    """Return True for the model that comes with spmdrl, and for a folder with a model of the same shape."""
+    """Return True for the bundled model, and for a folder with a model of the same shape."""
     if path in ("", "tiny"):
         return True
     try:
@@ -142,7 +142,7 @@ def is_shipped(path: str) -> bool:
 
 
 def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
-    """Return the settings of the preset that is named last, or of grpo if none is named; values are text."""
+    """Return the settings of the last preset given, or of grpo if none is; values are text."""
     if "algo.preset" not in leaves(schema):
         return []
     named = [(found.values[0], found.origin) for name, found in given if name == "algo.preset" and found.values]
@@ -158,11 +158,11 @@ def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
 
 
 def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry, str]]:
-    """Return the entries that a preset in a later layer replaces, each with a line for the user, which may be empty.
+    """Return the entries overridden by a preset in a later layer, each with a line for the user, which can be empty.
 
-    A preset replaces the loss, the advantage and all other settings that it sets if earlier layers name them. If it
-    changes the loss (or the advantage), it also replaces the settings in `algo` that losses (or advantages) read.
-    Entries of the layer that names the preset override it.
+    A preset overrides the loss, the advantage and all other settings that it sets, if they come from earlier layers. If
+    it changes the loss (or the advantage), it also discards earlier settings in `algo` that losses (or advantages)
+    read. Entries in the same layer as the preset override it.
 
     layers: the entries of each file, then those of the command line.
     """
@@ -173,7 +173,7 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
         name = _last(layer, "algo.preset")
         if name not in PRESETS:
             continue
-        # A setting that this layer or a later one names gets the value named there, so the user needs no line about it.
+        # Do not report settings that this layer or a later one sets again.
         named_again = {leaf for left in layers[place:] for leaf, _ in left}
         earlier = [entry for left in without(layers[:place], [entry for entry, _ in out]) for entry in left]
         own = PRESETS[name].settings
@@ -198,10 +198,10 @@ def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
 
 
 def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
-    """Return the entries of a run's config.yaml that belong to its method and have the preset's or the default value.
+    """Return the method entries in a run's config.yaml whose value is just that of the preset or the default.
 
-    They must not override a new method. If preset, loss and advantage are unchanged, the result is empty.
-    found: the file's entries. every: those of all files and flags.
+    They must not override a newly chosen method. If preset, loss and advantage are unchanged, the result is empty.
+    found: the file's entries. every: entries from all files and flags.
     """
     theirs, chosen = ([_last(given, name) for name in METHOD] for given in (found, every))
     if "algo.preset" not in leaves(schema) or theirs == chosen or not all(theirs) or theirs[0] not in PRESETS:
@@ -233,14 +233,14 @@ def _has_value(given: Given, value: Any) -> bool:
 
 
 def _last(given: Entries, name: str) -> str:
-    """Return the value that was given last for a setting (its first word); "" if none was given."""
+    """Return the last value given for a setting (its first word), or "" if there is none."""
     return next((found.values[0] for leaf, found in given[::-1] if leaf == name and found.values), "")
 
 
 def implied_layer(given: Entries, schema: type, begun: Begun) -> Entries:
-    """Return values that other settings imply: a static assignment for `--run.deterministic`, and SimPO's defaults.
+    """Return values implied by other settings: static assignment for `--run.deterministic`, and SimPO's defaults.
 
-    given: entries of all files and flags. begun: settings of the continued run.
+    given: entries from all files and flags. begun: settings of the continued run.
     """
     on, names = False, leaves(schema)
     for name, found in given:

@@ -1,11 +1,11 @@
-"""Makes one Config from files and flags.
+"""Builds a Config from files and flags.
 
-The entries of YAML files are turned into flags, and tyro parses them like the command line, so a mistake in a file is
-reported like one in a flag. The type of a field decides how its text is read, not the type that YAML finds: `lr: 1e-5`
-is a float (for YAML 1.1 a string), and `enabled: off` is the word `off` (for YAML 1.1 false).
+Entries in YAML files are converted to flags and parsed by tyro like the command line, so mistakes in files are reported
+like mistakes in flags. A value is parsed according to its field's type rather than YAML's: `lr: 1e-5` is a float (a
+string in YAML 1.1), and `enabled: off` is the word `off` (false in YAML 1.1).
 
 Files apply in the order given, and flags after all files; later values override earlier ones, so a flag overrides every
-file, wherever it is on the command line. A preset overrides earlier files; the other entries of the file or command
+file, wherever it is on the command line. A preset overrides earlier files; the other entries in the file or command
 line that names the preset override it.
 """
 
@@ -30,11 +30,11 @@ from spmdrl.config.use import check_use
 C = TypeVar("C")
 NEGATED = dict.fromkeys(TRUE, "false") | dict.fromkeys(FALSE, "true")
 ALIASES = {"deterministic": "run.deterministic", "no_deterministic": "run.no_deterministic"}
-"""Short name of a flag -> the setting that it sets."""
+"""Short form of a flag -> the setting that it sets."""
 PRINTING = 20.0
-"""Seconds that other ranks wait before they exit, so that rank 0 can print first: torchrun ends all ranks when one
-exits."""
-# Flags that belong to the command line and are not settings of a run.
+"""Seconds that the other ranks wait before they exit so that rank 0 can print first, because torchrun kills all ranks
+when one exits."""
+# Command-line flags that are not run settings.
 _FILES = Annotated[tuple[str, ...], tyro.conf.arg(help="YAML file with settings; may be given again, later wins.")]
 _DRY_RUN = Annotated[bool, tyro.conf.arg(help="Print the resolved config and the plan, and stop.")]
 _EXTRA = [
@@ -49,16 +49,16 @@ def from_command_line(
     schema: type[C] = Config,
     also: tuple[type, ...] = (),
 ) -> Loaded[C]:
-    """Read `--config` files and dotted flags (`--run.steps 5`, `_` or `-` in names) into a schema.
+    """Load `--config` files and dotted flags (`--run.steps 5`, `_` or `-` in names) into a schema.
 
     Args:
-        argv: words after the program name; None takes sys.argv.
+        argv: command-line arguments without the program name; None means those in sys.argv.
         prog: name shown by `--help`.
         schema: a dataclass of dataclasses: the sections that the entry point reads.
-        also: schemas of other entry points, whose files are accepted, too; settings that `schema` lacks are ignored.
+        also: schemas of other entry points whose files are also accepted, ignoring settings that `schema` lacks.
 
     Raises:
-        ConfigError: there are unknown names (the message lists all), values of a wrong type, or unreadable files.
+        ConfigError: a name is unknown, a value has the wrong type, or a file cannot be read; lists all problems.
         SystemExit: with code 0 after `--help` (printed on rank 0).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -90,11 +90,11 @@ def from_command_line(
 def _layered(
     files: list[str], from_flags: Entries, schema: type, problems: list[str]
 ) -> tuple[Entries, set[str], tuple[str, ...]]:
-    """Return the entries of all layers in order. A method chosen in a later layer replaces entries of earlier methods.
+    """Return the entries of all layers in order. A method chosen in a later layer discards entries for earlier methods.
 
     Returns:
-        The entries, of which a later one overrides an earlier one; the origins (files, command line) that a user wrote,
-        without files that a run wrote; lines that tell the user about replacements and defaults.
+        The entries, where later ones override earlier ones; the origins (files, command line) written by a user, which
+        excludes files written by a run; and lines that tell the user about replaced entries and defaults.
     """
     read = [raw.read_yaml(path, problems) for path in files]
     given, by_hand = [*read, from_flags], {COMMAND_LINE}
@@ -117,7 +117,7 @@ def _layered(
 def _tokens(
     entries: Entries, schema: type, passed_over: set[str], prog: str, problems: list[str]
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return the words for tyro and the origins of each setting. passed_over: names that are ignored in files."""
+    """Return each setting's words for tyro, and its origins. passed_over: names to ignore in files."""
     hints = leaves(schema) | {"dry_run": bool}
     passed_over -= hints.keys()
     tokens: dict[str, list[str]] = {}
@@ -150,9 +150,9 @@ def load_or_exit(
     check: Callable[[C, int], None] | None = checks.check,  # type: ignore[assignment]
     also: tuple[type, ...] = (),
 ) -> Loaded[C]:
-    """Read and check the settings of an entry point; a mistake ends all ranks with one message and exit code 2.
+    """Load and check the settings of an entry point; on a user error, all ranks exit with code 2 and a single message.
 
-    The world size is torchrun's WORLD_SIZE, 1 without it. Every rank reads the same arguments, so all ranks exit.
+    The world size is torchrun's WORLD_SIZE, or 1 without it. Every rank reads the same arguments, so all ranks exit.
     Settings that the job would not read are refused, too (`use.py`).
     """
     try:
@@ -167,10 +167,10 @@ def load_or_exit(
 
 
 def exit_with(message: str) -> NoReturn:
-    """End this rank with exit code 2 for a user's mistake, which rank 0 prints. Every rank calls this."""
+    """Exit with code 2 because of a user error, printed by rank 0. Every rank calls this."""
     _print(message)
     if _rank() > 0:
-        # torchrun ends all ranks when the first one exits, and rank 0 must print before that.
+        # torchrun kills all ranks when the first one exits, so give rank 0 time to print.
         time.sleep(PRINTING)
     sys.exit(2)
 

@@ -1,4 +1,4 @@
-"""Rules that check whether the settings of a method fit together: advantage, loss, correction, filters, critic."""
+"""Rules for how the settings of a method fit together: advantage, loss, correction, filters and critic."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def method_problems(config: Config) -> list[str]:
-    """Return a line for each setting of the method that is invalid or conflicts with another one."""
-    # These modules are imported late because they need torch, and `--help` must work without torch.
+    """Return a line for each method setting that is invalid or conflicts with another one."""
+    # Lazy imports: these modules need torch, but `--help` must work without it.
     from spmdrl.algos.aggregate import AGGREGATIONS
     from spmdrl.algos.estimators import ADVANTAGES, own_advantage
     from spmdrl.algos.filters import FILTERS
@@ -38,11 +38,11 @@ def method_problems(config: Config) -> list[str]:
 
 
 def _not_run(*_: Any) -> Any:
-    """Stand in for a user's function, whose file is not imported while settings are checked."""
+    """Stand in for a user's function, since user files are not imported while settings are checked."""
 
 
 def _check_step(problems: Problems, advantage: "Advantage") -> None:
-    """Check the size of groups, the number of updates, and the sampling of a step."""
+    """Check the group size, the number of updates and the sampling in a step."""
     config: Config = problems.config
     algo, rollout = config.algo, config.rollout
     if advantage.compares and rollout.samples_per_prompt < 2:
@@ -65,7 +65,7 @@ def _check_step(problems: Problems, advantage: "Advantage") -> None:
 
 
 def _check_loss(problems: Problems, loss: "Loss") -> None:
-    """Check the KL, the aggregation of the loss, lambda, and the models that a method needs or does not support."""
+    """Check the KL, the loss aggregation, lambda, and the models that the method needs or does not support."""
     config: Config = problems.config
     algo = config.algo
     if algo.kl_coef and config.reference.enabled == "off":
@@ -86,7 +86,7 @@ def _check_loss(problems: Problems, loss: "Loss") -> None:
 
 
 def _check_advantage(problems: Problems, advantage: "Advantage") -> None:
-    """Check settings that an advantage estimator does not support."""
+    """Check for settings that the advantage estimator does not support."""
     config: Config = problems.config
     name = config.algo.advantage
     cost = config.safety.cost or config.safety.cost_model
@@ -105,13 +105,13 @@ def _check_advantage(problems: Problems, advantage: "Advantage") -> None:
 
 
 def _shaped(config: Config) -> list[str]:
-    """Return the settings of `shaping` that change rewards in this run."""
+    """Return the `shaping` settings that change rewards in this run."""
     rest = type(config.shaping)(mask_cut=config.shaping.mask_cut)
     return [f"shaping.{name}" for name, value in vars(config.shaping).items() if value != getattr(rest, name)]
 
 
 def _check_old_logp(problems: Problems, loss: "Loss", advantage: "Advantage") -> None:
-    """Check settings that need old_logp from one source: the policy, or the engine."""
+    """Check settings that need old_logp from a specific source, the policy or the engine."""
     config: Config = problems.config
     algo, replay = config.algo, config.filter.replay_steps
     old_logp = "rollout" if replay and algo.old_logp == "auto" else algo.old_logp
@@ -135,7 +135,7 @@ def _check_old_logp(problems: Problems, loss: "Loss", advantage: "Advantage") ->
 
 
 def _check_rewards(problems: Problems, loss: "Loss", advantage: "Advantage") -> None:
-    """Check the reward model, filters, and the replay of earlier steps."""
+    """Check the reward model, filters, and replay of earlier steps."""
     config: Config = problems.config
     algo, chosen = config.algo, config.filter
     if config.reward.model and "baseline" in advantage.fields:
@@ -162,7 +162,7 @@ def _check_rewards(problems: Problems, loss: "Loss", advantage: "Advantage") -> 
 
 
 def _check_overlooked(problems: Problems, advantage: "Advantage") -> None:
-    """Check for settings that would ignore a term that another setting adds to the reward or to the update."""
+    """Check for settings that would ignore a term that another setting adds to the reward or the update."""
     config: Config = problems.config
     algo = config.algo
     named = [spec.partition("=")[0] for spec in algo.part_weights]
@@ -181,7 +181,7 @@ def _check_overlooked(problems: Problems, advantage: "Advantage") -> None:
 
 
 def _check_ranges(problems: Problems) -> None:
-    """Check that lower bounds are not above upper bounds, and that the chosen `--correction.kind` reads its bounds."""
+    """Check that lower bounds do not exceed upper bounds, and that `--correction.kind` uses the bounds that are set."""
     config: Config = problems.config
     correction, algo = config.correction, config.algo
     for low, high in (

@@ -1,4 +1,4 @@
-"""Settings that name a function, built in or in a user's file, and entries of the form `name=weight`."""
+"""Settings that name a function, either built-in or in a user's file, and entries of the form `name=weight`."""
 
 import ast
 import math
@@ -11,7 +11,7 @@ from spmdrl.config.user_code import function_of
 
 
 def name_problems(name: str, value: str, valid: Collection[str], file_allowed: bool) -> list[str]:
-    """Return a line unless `value` is empty, one of the `valid` names or, with `file_allowed`, a function in a file."""
+    """Return a line unless `value` is empty, one of `valid` or, with `file_allowed`, a function in a file."""
     if not value or value in valid:
         return []
     if file_allowed and ".py" in value:
@@ -23,9 +23,9 @@ def name_problems(name: str, value: str, valid: Collection[str], file_allowed: b
 
 
 def file_problems(name: str, value: str, default: str) -> list[str]:
-    """Return a line unless `value` names something that an existing file defines; the file is parsed but not run.
+    """Return a line unless `value` names something defined in an existing file; the file is parsed but not run.
 
-    name: the setting. default: the function's name if `value` is a path alone; empty if `value` must name it.
+    name: the setting. default: function name to use if `value` is only a path; if empty, `value` must include the name.
     """
     path, _, function = value.rpartition(":") if not value.endswith(".py") else (value, "", default)
     if not function:
@@ -51,8 +51,8 @@ def file_problems(name: str, value: str, default: str) -> list[str]:
 
 
 def function_tables() -> dict[str, Mapping[str, Any]]:
-    """Return the table of functions that each setting chooses from, by the setting's dotted name."""
-    # These modules are imported late because algos/ needs torch, and `--help` must work without torch.
+    """Return setting (dotted name) -> table of functions that it chooses from."""
+    # Lazy imports: algos/ needs torch, but `--help` must work without it.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.filters import FILTERS
     from spmdrl.algos.losses import LOSSES
@@ -67,9 +67,9 @@ def function_tables() -> dict[str, Mapping[str, Any]]:
 
 
 def load_function(spec: str, table: Mapping[str, Any]) -> Any:
-    """Return the entry of the table that `spec` names, or the user's function if it is `path/to/file.py:function`.
+    """Return the table entry for `spec`, or the user's function if it is `path/to/file.py:function`.
 
-    Raises ValueError for an unknown name, file or function, and for a file that raises an error when it is imported.
+    Raises ValueError if the name, file or function does not exist, or if importing the file raises an error.
     """
     if spec in table:
         return table[spec]
@@ -80,10 +80,10 @@ def load_function(spec: str, table: Mapping[str, Any]) -> Any:
 
 
 def name_weight(spec: str, form: str, positive: bool = True) -> tuple[str, float | None]:
-    """Return name and weight of `name=weight`; the weight is None without a `=`, or if the `=` belongs to a path.
+    """Split `name=weight`; the weight is None if there is no `=`, or if the `=` is part of a path.
 
-    positive: True if weights must be above 0. Raises ValueError with the message `form` for an invalid weight or a
-    missing name.
+    positive: whether weights must be above 0. Raises ValueError with the message `form` if the weight is invalid or the
+    name is missing.
     """
     name, equals, weight = spec.rpartition("=")
     if not equals or "/" in weight or ":" in weight or ".py" in weight:

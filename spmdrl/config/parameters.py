@@ -1,4 +1,4 @@
-"""Finds, by name, the settings that fill the parameters of a loss or an advantage, built-in or in a user's file."""
+"""Maps the parameters of losses and advantages, built-in or in a user's file, to settings by name."""
 
 import functools
 import inspect
@@ -20,26 +20,26 @@ NAMED = {
     "process_coef": "process_reward.process_coef",
     "outcome_coef": "process_reward.outcome_coef",
 }
-"""Parameter -> the setting that fills it; any other parameter is filled by the setting of the same name in `algo`."""
+"""Parameter -> setting that provides its value; other parameters use the setting of the same name in `algo`."""
 
 
 def parameters_of(function: Callable) -> dict[str, str]:
-    """Return parameter -> the setting that fills it, for parameters of a loss or an advantage that have a setting."""
+    """Return parameter -> setting, for those parameters of a loss or an advantage that have a setting."""
     known = leaves(Config)
     names = {name: NAMED.get(name, f"algo.{name}") for name in inspect.signature(function).parameters}
     return {name: setting for name, setting in names.items() if setting in known}
 
 
 def read_by(row: "Loss | Advantage") -> frozenset[str]:
-    """Return the settings that a loss or an advantage reads, by dotted name. row: its entry in LOSSES or ADVANTAGES."""
+    """Return the settings that a loss or advantage reads, by dotted name. row: its entry in LOSSES or ADVANTAGES."""
     aggregated = () if getattr(row, "scope", "one per sequence") == "one per sequence" else ("algo.aggregation",)
     return frozenset({*parameters_of(row.function).values(), *aggregated})
 
 
 @functools.cache
 def read_by_any(kind: Kind) -> frozenset[str]:
-    """Return the settings that at least one of the built-in losses or advantages (`kind`) reads."""
-    # These modules are imported late because algos/ needs torch, and `--help` must work without torch.
+    """Return the settings that at least one built-in loss or advantage (`kind`) reads."""
+    # Lazy imports: algos/ needs torch, but `--help` must work without it.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.losses import LOSSES
 
@@ -50,6 +50,6 @@ def read_by_any(kind: Kind) -> frozenset[str]:
 def only_of(kind: Kind) -> frozenset[str]:
     """Return the settings in `algo` that losses or advantages (`kind`) read.
 
-    If a user replaces the function of a preset, the preset's values of these settings are dropped.
+    If a user replaces a preset's function, the preset's values for these settings are discarded.
     """
     return frozenset(setting for setting in read_by_any(kind) if setting.startswith("algo."))

@@ -1,4 +1,4 @@
-"""Paths that a run may write to: they must be inside its folder, also after links are followed."""
+"""The paths that a run writes to, which must be inside its folder even after links are resolved."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,11 +14,11 @@ WRITTEN = (
     ".config.yaml.part",
     "metrics.jsonl",
     "samples.jsonl",
-    # A file's name ends in `.part` while it is shortened, and in `.old`, `.old-1`, ... if an older run left it.
+    # The suffix is `.part` while a file is being truncated, and `.old`, `.old-1`, ... for files from an older run.
     "metrics.jsonl.*",
     "samples.jsonl.*",
 )
-"""Names of files and folders that a run writes in its folder; `*` matches any characters."""
+"""Names of the files and folders that a run writes in its folder; `*` matches any characters."""
 
 
 def run_folder(cfg: TrainingConfig) -> Path:
@@ -27,13 +27,13 @@ def run_folder(cfg: TrainingConfig) -> Path:
 
 
 def recorded_settings(folder: Path) -> Path:
-    """Return the path of the config.yaml that a run wrote into its folder; the file may be missing."""
+    """Return the path of the config.yaml that a run wrote to its folder; the file might not exist."""
     path = folder / "config.yaml"
     return path if path.exists() else folder / "checkpoints" / "latest" / "state" / "config.yaml"
 
 
 def inside(folder: Path, *names: str) -> Path:
-    """Return the path of `names` in the folder. Raises ValueError if a link on this path leads out of the folder."""
+    """Return the path of `names` in the folder. Raises ValueError if a link along the path leads out of the folder."""
     place = folder.joinpath(*names)
     if not place.resolve().is_relative_to(folder.resolve()):
         raise ValueError(
@@ -44,9 +44,9 @@ def inside(folder: Path, *names: str) -> Path:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Refuse a run folder in which a file that the run writes, or removes to make room, is a link out of the folder.
+    """Refuse a run folder if a file that the run writes or deletes is a link to outside the folder.
 
-    The folder itself may be a link, so that a run can be on another disk; the link `checkpoints/latest` is replaced and
+    The folder itself can be a link, so that a run can be on another disk; the link `checkpoints/latest` is replaced and
     never followed. Raises ValueError with the path of the link.
     """
     written = [place for place in _listed(folder) if any(fnmatchcase(place.name, name) for name in WRITTEN)]

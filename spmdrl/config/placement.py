@@ -1,4 +1,4 @@
-"""Roles of the ranks (training, sampling, scoring): the number of ranks in a role, and rules for the roles."""
+"""Rank roles (training, sampling, scoring): the number of ranks in each role, and rules for the roles."""
 
 import os
 
@@ -7,7 +7,7 @@ from spmdrl.config.schema import Config
 
 
 def trainers(config: Config, world_size: int) -> int:
-    """Return the number of ranks that train."""
+    """Return the number of training ranks."""
     parallel = config.parallel
     if parallel.placement == "colocated":
         return world_size
@@ -15,27 +15,27 @@ def trainers(config: Config, world_size: int) -> int:
 
 
 def samplers(config: Config, world_size: int) -> int:
-    """Return the number of ranks that sample."""
+    """Return the number of sampling ranks."""
     return world_size if config.parallel.placement == "colocated" else config.parallel.rollout_ranks
 
 
 def shown(config: Config, count: int, verb: str) -> str:
-    """Return a number of ranks in words, for messages: `the 4 ranks of the job`, or `the 2 ranks that train`."""
+    """Return a rank count in words, for messages: `the 4 ranks of the job`, or `the 2 ranks that train`."""
     of = "of the job" if config.parallel.placement == "colocated" else f"that {verb}"
     return f"the {count} ranks {of}{how_to_have_more(count)}"
 
 
 def how_to_have_more(count: int) -> str:
-    """Return a hint on how to start more than one rank; empty if there are several, or if a launcher set the number."""
+    """Return a hint on how to start more than one rank, or "" if there are several or a launcher set the number."""
     if count > 1 or "WORLD_SIZE" in os.environ:
         return ""
     return " (torchrun starts more; for a dry run of N ranks set WORLD_SIZE=N)"
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
-    """Return a line if no rank is left to sample or to train, and for each setting that needs `split` without it.
+    """Return a line if no rank is left to sample or to train, and for each setting that requires `split`.
 
-    If there is a line, the number of ranks that train may be wrong, so the axes of the mesh cannot be checked.
+    If there is any line, the number of training ranks might be wrong, so the mesh axes cannot be checked.
     """
     parallel, problems = config.parallel, Problems(config)
     if parallel.placement == "colocated":
@@ -59,7 +59,7 @@ def role_problems(config: Config, world_size: int) -> list[str]:
 
 
 def placement_problems(config: Config) -> list[str]:
-    """Return a line for each setting that does not work if ranks have different roles (`split`)."""
+    """Return a line for each setting that does not work with separate rank roles (`split`)."""
     problems = Problems(config)
     if config.parallel.placement == "colocated":
         return problems
@@ -79,7 +79,7 @@ def placement_problems(config: Config) -> list[str]:
 
 
 def ranks_line(config: Config, world_size: int, mesh: str) -> str:
-    """Return a text with the ranks and their roles: `4 = dp_shard 4`. mesh: text for the training ranks' mesh."""
+    """Return a text with the ranks and their roles: `4 = dp_shard 4`. mesh: description of the training ranks' mesh."""
     parallel = config.parallel
     if parallel.placement == "colocated":
         return f"{world_size} = {mesh}"

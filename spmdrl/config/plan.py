@@ -1,4 +1,4 @@
-"""The plan of a run as text: numbers of ranks, sequences, tokens and updates, computed from its settings."""
+"""The plan of a run as text: number of ranks, sequences, tokens and updates, computed from its settings."""
 
 import math
 
@@ -10,9 +10,9 @@ from spmdrl.config.schema import Config
 
 
 def plan_lines(config: Config, world_size: int) -> list[str]:
-    """Return the lines of the plan, which are printed at the start and by `--dry-run`.
+    """Return the lines of the plan, which are printed at startup and by `--dry-run`.
 
-    Numbers of tokens and of micro-batches are upper bounds: they are those of sequences of full length.
+    The numbers of tokens and micro-batches are upper bounds that assume full-length sequences.
     """
     rollout, axes, updates = config.rollout, config.parallel, config.algo.updates_per_step
     engines = samplers(config, world_size) // config.engine_ranks
@@ -40,7 +40,7 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
 
 
 def scorer_lines(config: Config) -> list[str]:
-    """Return a line for each model that scores responses: judges and the reward model."""
+    """Return a line for each model that scores responses: the judges and the reward model."""
     lines = []
     for file, judge in judges(config.reward):
         who, tokens = f"{judge.model} at its url", ""
@@ -61,13 +61,13 @@ def scorer_lines(config: Config) -> list[str]:
 
 
 def shards(config: Config, world_size: int) -> int:
-    """Return the size of the dp_shard axis. The setting -1 means as many ranks as the other axes leave."""
+    """Return the dp_shard size, resolving -1 to the number of ranks left by the other axes."""
     given = config.parallel.dp_shard
     return given if given != -1 else trainers(config, world_size) // axis_product(config)
 
 
 def ranks(config: Config, world_size: int) -> str:
-    """Return a text with the number of ranks in each role, and the mesh of the ranks that train."""
+    """Return a text with the number of ranks in each role, and the mesh of the training ranks."""
     axes = config.parallel
     sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shards(config, world_size)}
     sizes |= {"sp": axes.sp, "cp": axes.cp, "tp": axes.tp}
@@ -76,6 +76,6 @@ def ranks(config: Config, world_size: int) -> str:
 
 
 def count(n: float, one: str, many: str = "") -> str:
-    """Return a number with its noun: `1 rank`, `2 ranks`. many: the plural, if it is not `one` with an s."""
+    """Return a number with its noun: `1 rank`, `2 ranks`. many: the plural, if it is not `one` + s."""
     shown = f"{n:,}" if isinstance(n, int) else f"{n:,.4g}"
     return f"{shown} {one if n == 1 else many or one + 's'}"

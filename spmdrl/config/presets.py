@@ -1,6 +1,6 @@
-"""Presets: published methods by name, each as values of settings that YAML files and flags override.
+"""Presets: published methods by name, each as values for settings that YAML files and flags override.
 
-A preset names an advantage, a loss and an aggregation, and further settings only if they differ from their defaults;
+A preset specifies an advantage, a loss and an aggregation, plus any other settings that differ from their defaults;
 other constants of a method are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets.
 """
 
@@ -14,7 +14,7 @@ from spmdrl.config.schema import Config
 
 @dataclass(frozen=True)
 class Preset:
-    """A published method as values of settings."""
+    """A published method as values for settings."""
 
     title: str
     """Name of the method or of its paper."""
@@ -40,7 +40,7 @@ PRESETS: dict[str, Preset] = {
         "Williams 1992", "https://doi.org/10.1007/BF00992696", "reinforce", "reinforce", "seq-mean-token-sum"
     ),
     "ppo": _preset("PPO", "1707.06347", "gae", "ppo", "token-mean", gamma=1.0, lam=0.95),
-    # overlong_buffer depends on max_new_tokens (a fifth of it in the paper), so it has to be set for each run.
+    # overlong_buffer depends on max_new_tokens (a fifth of it in the paper), so each run must set it.
     "dapo": _preset(
         "DAPO", "2503.14476", "grpo", "ppo", "token-mean", clip_low=0.2, clip_high=0.28, filter__keep="mixed"
     ),
@@ -118,11 +118,11 @@ PRESETS: dict[str, Preset] = {
 
 
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
-    """Return dotted name -> value of the settings of a preset.
+    """Return dotted name -> value for the settings of a preset.
 
-    loss, advantage: the names that a user chose in place of the preset's; "" if none. Values in `algo` that losses (or
-    advantages) read are then dropped, so that the chosen function keeps its defaults. With a loss from a user's file
-    the preset's aggregation stays. Raises KeyError for an unknown preset.
+    loss, advantage: names that the user chose instead of the preset's, or "". The preset's values in `algo` that losses
+    (or advantages) read are then discarded, so that the chosen function keeps its defaults. A loss from a user's file
+    keeps the preset's aggregation. Raises KeyError for an unknown preset.
     """
     settings = dict(PRESETS[name].settings)
     gone: set[str] = set()
@@ -131,12 +131,12 @@ def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[s
     if advantage and advantage != settings["algo.advantage"]:
         gone |= only_of("advantage")
     kept = {name: value for name, value in settings.items() if name not in gone}
-    # The schema's default aggregation is grpo's; the empty value selects that of the chosen loss.
+    # The schema's default aggregation is grpo's; the empty value selects the chosen loss's own.
     return kept | ({"algo.aggregation": ""} if "algo.aggregation" in gone else {})
 
 
 def with_preset(config: Config, name: str) -> Config:
-    """Return a config with a preset's values, for programs that read no files. Raises KeyError for an unknown name."""
+    """Return a config with a preset's values, for programs that load no files. Raises KeyError for an unknown name."""
     sections: dict[str, dict[str, Any]] = {"algo": {"preset": name}}
     for dotted, value in PRESETS[name].settings.items():
         section, _, leaf = dotted.partition(".")

@@ -1,4 +1,4 @@
-"""Reads the text of settings from the command line and YAML files, checks it by type, and parses it with tyro."""
+"""Reads raw settings from the command line and YAML files, checks them by type, and parses them with tyro."""
 
 import contextlib
 import io
@@ -18,23 +18,23 @@ COMMAND_LINE = "command line"
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 MOST_NODES, MOST_LEVELS = 10_000, 8
-"""Maximum numbers of entries and of section levels in a YAML file; entries that an alias repeats count again."""
+"""Maximum number of entries and of section levels in a YAML file; entries repeated by an alias count each time."""
 RESAMPLE, POWER = "filter.resample", "filter.resample_power"
-"""The setting of the resampling method, and the key under which files of other versions hold its power."""
+"""The setting for the resampling method, and the key for its power in files from other versions."""
 CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.1"
-"""The key of the KL controller in files of other versions, the setting that replaces the key, and the value of this
-setting if a file lacks it."""
+"""The KL controller key in files from other versions, the setting that replaces it, and the default of this setting for
+such files."""
 RESHARD, GATHER = "policy.reshard_after_forward", "policy.gather"
 CHOICES = {RESHARD: (GATHER, "", "once"), "policy.liger": ("policy.liger", "on", "off")}
-"""Boolean setting in files of other versions -> the setting that replaces it, and its values for true and for false; an
-empty value leaves the setting out."""
+"""Boolean setting in files from other versions -> the setting that replaces it, and its values for true and false; an
+empty value omits the setting."""
 MERGED = {
     "policy.recompute": "policy.activation_checkpointing",
     CONTROLLER: TARGET,
     POWER: RESAMPLE,
     RESHARD: GATHER,
 }
-"""Name of a setting in other versions -> the setting that replaces it, for hints about unknown names."""
+"""Setting name in other versions -> the setting that replaces it, for hints about unknown names."""
 
 C = TypeVar("C")
 E = TypeVar("E")
@@ -42,33 +42,33 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """Result of reading a command line and its files: the settings, and where they come from."""
+    """Result of loading a command line and its files: the settings, and where they come from."""
 
     config: C
     dry_run: bool = False
     """True if the job only prints the resolved config and the plan."""
     given: frozenset[str] = frozenset()
-    """Settings that a flag or a user's file names, without those of presets and of files that a run wrote."""
+    """Settings given by a flag or a user's file, excluding those from presets and from files written by a run."""
     notes: tuple[str, ...] = ()
-    """Lines that tell the user about defaults, and about settings in files that a later preset replaces."""
+    """Lines that tell the user about defaults, and about settings in files that a later preset overrides."""
     without_flags: Callable[[], "Loaded[C] | None"] = lambda: None
-    """Function that reads the files again, without the flags; returns None if there are no files."""
+    """Function that reloads the files without the flags, or returns None if there are no files."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The text of one setting (None for YAML's null), and its origin: `file.yaml:3` or the command line."""
+    """The text of one setting (None for YAML's null), and where it comes from: `file.yaml:3` or the command line."""
 
     values: list[str] | None
     origin: str
 
 
 Entries = list[tuple[str, Given]]
-"""Pairs of a setting's name and its text, in the order of a file or of the command line."""
+"""Pairs of a setting's name and its text, in the order of a file or command line."""
 
 
 def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]]:
-    """Return the flags of a command line with the words that follow each of them, and the `--config` files."""
+    """Return the flags on a command line, each with the words that follow it, and the `--config` files."""
     found: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
@@ -85,9 +85,9 @@ def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]
 
 
 def read_yaml(path: str, problems: list[str]) -> Entries:
-    """Return the entries of a YAML file (dotted names and text); some keys of other versions become those of this one.
+    """Return the entries of a YAML file (dotted names and text), converting some keys from other versions.
 
-    The entries are read from YAML nodes, because these have line numbers.
+    The entries are read from YAML nodes, which have line numbers.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -113,7 +113,7 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
 
 
 def _chosen(name: str, given: Given) -> Entries:
-    """Return an entry of a file with the value that replaces a boolean of other versions (CHOICES), or no entry."""
+    """Convert a file entry for a boolean from another version (CHOICES); others are returned unchanged."""
     value = (given.values or [""])[0].lower()
     if name not in CHOICES or value not in TRUE | FALSE:
         return [(name, given)]
@@ -123,9 +123,9 @@ def _chosen(name: str, given: Given) -> Entries:
 
 
 def one_resampling(found: Entries) -> Entries:
-    """Return the entries of all files and flags, with the power of the resampling `pow` as a part of `filter.resample`.
+    """Return the entries from all files and flags, with the power for `pow` merged into `filter.resample`.
 
-    Files of other versions have this exponent under a key of its own (`POWER`).
+    Files from other versions store this exponent under a separate key (`POWER`).
     """
     powers = [given.values or ["2"] for name, given in found if name == POWER and given.origin != COMMAND_LINE]
     if not powers:
@@ -140,14 +140,14 @@ def one_resampling(found: Entries) -> Entries:
 
 
 def with_power(method: str, power: object) -> str:
-    """Return `pow=p` for the resampling method `pow` with a power p other than 2, and any other method unchanged."""
+    """Return `pow=p` for the resampling method `pow` with a power p other than 2, or any other method unchanged."""
     return f"pow={power}" if method == "pow" and str(power) not in ("2", "2.0") else method
 
 
 def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, E]:
-    """Return a file's entries without the key `algo.kl_controller` of other versions, which `algo.kl_target` replaces.
+    """Replace the key `algo.kl_controller` from other versions with `algo.kl_target` in a file's entries.
 
-    adaptive: False if the KL coefficient is constant, so that there is no target. default: target if the file has none.
+    adaptive: False if the KL coefficient is constant, which means no target. default: target if the file has none.
     """
     rest = {name: value for name, value in entries.items() if name != CONTROLLER}
     if not adaptive:
@@ -158,7 +158,7 @@ def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, 
 
 
 def is_resolved(path: str) -> bool:
-    """Return True for a file that a run or `--dry-run` wrote, and which therefore names every setting."""
+    """Return True for a file written by a run or `--dry-run`, which therefore contains every setting."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.readline().rstrip("\n") == RESOLVED
@@ -170,8 +170,8 @@ def _flatten(
     node: yaml.Node, prefix: str, path: str, found: Entries, problems: list[str], nodes: Iterator[int]
 ) -> None:
     origin = f"{path}:{node.start_mark.line + 1}"
-    # An alias may refer to the section that contains it, or stand for very many entries, so levels and entries are
-    # limited.
+    # Limit levels and entries, because an alias can refer to the section that contains it or expand to a huge number of
+    # entries.
     if next(nodes) > MOST_NODES or prefix.count(".") > MOST_LEVELS:
         raise OverflowError(f"line {node.start_mark.line + 1}: nested too deeply, or more than {MOST_NODES} entries")
     if isinstance(node, yaml.MappingNode):
@@ -199,7 +199,7 @@ def _flatten(
 
 
 def unknown_name(name: str, given: Given, valid: list[str]) -> str:
-    """Return a line about an unknown name, with a hint at the setting that the user probably meant."""
+    """Return a line about an unknown name, with a hint about which setting the user probably meant."""
     inside = [leaf for leaf in valid if leaf.startswith(name + ".")]
     in_file = given.origin != COMMAND_LINE
     if inside:
@@ -207,7 +207,7 @@ def unknown_name(name: str, given: Given, valid: list[str]) -> str:
         text = f"{name if in_file else flag(name)} is a section, not a setting; it holds {shown}"
     else:
         near = nearest(MERGED.get(name, name), valid, 3) or nearest(name.replace(".no_", "."), valid, 1)
-        # If a name is given without its section, all sections that have a setting of this name are shown.
+        # For a name without its section, show all sections with a setting of this name.
         near = [leaf for leaf in near if leaf.endswith("." + name)] or near[:1]
         kind = f"unknown key {name}" if in_file else f"unknown flag {flag(name)}"
         meant = " or ".join(near if in_file else map(flag, near))
@@ -217,7 +217,7 @@ def unknown_name(name: str, given: Given, valid: list[str]) -> str:
 
 
 def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
-    """Return the words of one setting, for tyro. Raises ConfigError for text that does not fit the setting's type."""
+    """Return a setting's words for tyro. Raises ConfigError if the text does not match the setting's type."""
     where = flag(name) if given.origin == COMMAND_LINE else f"{given.origin}: {flag(name)}"
     values = given.values
     if values is None:
@@ -241,19 +241,19 @@ def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
         raise ConfigError(f"{where}: takes {one}, got {got}")
     if is_optional(hint) and values[0].lower() in {"none", "null", "~", ""}:
         values = ["None"]
-    # The flag and its value are one word with `=`, because the value may begin with a dash.
+    # Join flag and value with `=`, because the value might start with a dash.
     return [f"{flag(name)}={values[0]}"]
 
 
 def parse(command: type, tokens: list[str], prog: str, origins: dict[str, str]) -> Any:
     """Parse words with tyro. Raises ConfigError with tyro's error message on one line, without its frame.
 
-    origins: setting -> file and line, or the command line, for the message.
+    origins: setting -> where its value comes from, for the message.
     """
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            # Without this option tyro searches the source files of all sections for comments, which takes long.
+            # Otherwise tyro searches the source files of all sections for comments, which is slow.
             return tyro.cli(command, args=tokens, prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
     except SystemExit:
         text = re.sub(r"\x1b\[[0-9;]*m", "", report.getvalue())

@@ -1,7 +1,7 @@
-"""Compares the settings of a run folder with those of a run that resumes from it.
+"""Compares the settings in a run folder with those of a run that resumes from it.
 
-Each setting declares whether a resume may change it (`declare.py`). If one that a resume must keep changed, the results
-would belong neither to the old settings nor to the new ones.
+Each setting declares whether a resume may change it (`declare.py`). If any other setting changed, the results would
+match neither the old settings nor the new ones.
 """
 
 import hashlib
@@ -27,30 +27,30 @@ from spmdrl.config.yaml_file import SUFFIXES
 
 
 def may_change(cfg: TrainingConfig, name: str) -> bool:
-    """Return True if a resume may change a setting; False for `run.steps` if the learning rate depends on it."""
+    """Return True if a resume may change a setting. False for `run.steps` if the learning rate depends on it."""
     if name == "run.steps" and cfg.optimizer.schedule != "constant":
         return False
     return bool(declared(type(cfg))[name].free)
 
 
 def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted name -> value of the settings in nested dicts of sections."""
+    """Flatten nested dicts of settings to dotted name -> value."""
     if not isinstance(nested, dict):
         return {prefix[:-1]: nested}
     return {k: v for name, value in nested.items() for k, v in flat(value, f"{prefix}{name}.").items()}
 
 
 def fixed_settings(cfg: TrainingConfig) -> dict[str, Any]:
-    """Return name -> value of the settings that a resume must keep, redacted; the engine is what `auto` resolves to."""
+    """Return name -> value for the settings that a resume must keep, redacted, with `auto` resolved for the engine."""
     return {k: v for k, v in flat(to_dict(settings_to_record(cfg))).items() if not may_change(cfg, k)}
 
 
 def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
-    """Return setting -> [file, hash of its content] for settings that a resume must keep and that name a user's file.
+    """Return setting -> [file, content hash] for settings that a resume must keep and that name a user's file.
 
-    These files hold Python functions, jinja templates, environments, judges and reward models. Of a YAML file, only the
-    settings that change results are hashed; for an environment, the files that it names are hashed, too. Files that
-    Python files import are not read. Raises ValueError for a file that cannot be read.
+    Such files contain Python functions, jinja templates, environments, judges or reward models. For YAML files, only
+    the settings that affect results are hashed; for an environment, so are the files that it names. Modules imported by
+    Python files are not included. Raises ValueError for a file that cannot be read.
     """
     found = {}
     for name, value in flat(to_dict(cfg)).items():
@@ -73,12 +73,12 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
 
 
 def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
-    """Return the entry point that wrote settings with these sections; "" if none could have written them.
+    """Return the entry point that wrote settings with these sections, or "" if no entry point matches.
 
-    kinds: entry point -> schema of its settings. A schema fits if it has all of the sections, and at least one of them
-    is not a section of its base class. If several schemas fit, the one with the fewest sections is taken.
+    kinds: entry point -> schema of its settings. A schema matches if it has all of the sections and at least one of
+    them is not in its base class. If several schemas match, the one with the fewest sections is used.
     """
-    # Sections that no schema has come from another version and are ignored.
+    # Ignore sections that no schema has; they come from another version.
     there = set(sections) & {each.name for schema in kinds.values() for each in fields(schema)}
     sizes: dict[str, int] = {}
     for name, schema in kinds.items():
@@ -90,13 +90,12 @@ def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
 
 @dataclass
 class Differences:
-    """Differences between the settings of a run folder and those of the run that resumes in it."""
+    """Differences between the settings in a run folder and those of the run that resumes from it."""
 
     other: str = ""
-    """The entry point that wrote the folder's settings, if it is another one than this run's; else empty."""
+    """The entry point that wrote the folder's settings if it differs from this run's, otherwise empty."""
     lines: list[str] = field(default_factory=list)
-    """A line for each setting that differs although a resume must keep it, such as
-    `--optimizer.lr: 0.0002 there, 0.001 here`."""
+    """A line for each changed setting that a resume must keep, such as `--optimizer.lr: 0.0002 there, 0.001 here`."""
     notes: list[str] = field(default_factory=list)
     """Lines for the user about settings in the folder that are unknown or cannot be read."""
 
@@ -106,9 +105,9 @@ def differences(
 ) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
-    A setting that the file lacks counts as its default, because the file may be older than the setting. An older
-    version rendered messages with ChatML if no chat template was named, so `chatml` is no change unless the user names
-    it. given: settings that the user named. kinds: as in `entry_point`.
+    A setting that is missing in the file counts as its default, because the file might be older than the setting. An
+    older version rendered messages with ChatML if no chat template was given, so `chatml` does not count as a change
+    unless the user names it. given: settings given by the user. kinds: as in `entry_point`.
     """
     out, there = Differences(), {}
     try:
@@ -136,7 +135,7 @@ def differences(
         then = there.get(name, defaults.get(name))
         why = ""
         if name == "rollout.engine":
-            # A config.yaml that a user wrote may contain auto, which means the same engine here as in this run.
+            # A config.yaml written by a user can contain auto, which resolves to the same engine as in this run.
             then = then if then != "auto" else engine_name(replace(run, rollout=replace(run.rollout, engine="auto")))
             why = " (by auto)" if run.rollout.engine == "auto" else ""
         implied = name == "data.chat_template" and name not in given and (then, here) == ("", "chatml")
@@ -146,9 +145,9 @@ def differences(
 
 
 def settings_to_record(cfg: TrainingConfig) -> TrainingConfig:
-    """Return the settings to write into config.yaml.
+    """Return the settings to write to config.yaml.
 
-    `fresh` and `allow_changes`, which apply only to this start, are reset; the engine is the one that `auto` means.
+    `fresh` and `allow_changes`, which apply only to this start, are reset, and `auto` is resolved for the engine.
     """
     cfg = replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
     if hasattr(cfg, "rollout"):

@@ -1,4 +1,4 @@
-"""Rewards that settings name and their weights, and the rules for them, for reward models and for the sandbox."""
+"""The configured rewards and their weights, and rules for them, for reward models and for the sandbox."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,25 +15,25 @@ SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """Return function and weight of `function=weight`; a missing weight is 1. Raises ValueError for an invalid one."""
+    """Split `function=weight`; the weight defaults to 1. Raises ValueError if it is invalid."""
     form = f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1"
     function, weight = name_weight(text, form, positive=False)
     return function, 1.0 if weight is None else weight
 
 
 def functions(reward: RewardConfig) -> list[str]:
-    """Return the names of all rewards in the settings. Raises ValueError as `weighted` does."""
+    """Return the names of all configured rewards. Raises ValueError as `weighted` does."""
     return [reward.function, *(weighted(each)[0] for each in reward.more)]
 
 
 def short_name(function: str) -> str:
-    """Return a reward's name in metrics: that of the built-in or the function, or a file's name without suffix."""
+    """Return a reward's name for metrics: the built-in's or function's name, or the file name without suffix."""
     file, _, name = function.rpartition(":")
     return name if file else Path(function).stem
 
 
 def same_names(reward: RewardConfig) -> list[str]:
-    """Return a line for each short name that several rewards have. Raises ValueError as `weighted` does."""
+    """Return a line for each short name shared by several rewards. Raises ValueError as `weighted` does."""
     by: dict[str, list[str]] = {}
     for function in functions(reward):
         by.setdefault(short_name(function), []).append(function)
@@ -46,22 +46,22 @@ def same_names(reward: RewardConfig) -> list[str]:
 
 
 def runs_programs(reward: RewardConfig) -> bool:
-    """Return True if a reward may run programs."""
+    """Return True if any reward can run programs."""
     return any(name in REWARDS and REWARDS[name].runs_programs for name in functions(reward))
 
 
 def kwargs_of(reward: RewardConfig) -> dict:
-    """Return the object in `--reward.kwargs`. A ValueError does not show the text, which may contain a key."""
+    """Return the object in `--reward.kwargs`. ValueError messages do not show the text, which might contain a key."""
     return read_json("--reward.kwargs", reward.kwargs, '{"name": 1}')
 
 
 def is_service(provider: str) -> bool:
-    """Return True if `--sandbox.provider` is the URL of a service."""
+    """Return True if `--sandbox.provider` is a service URL."""
     return provider.startswith(("http://", "https://"))
 
 
 def reward_problems(config: Config) -> list[str]:
-    """Return a line for each invalid setting of rewards and of their sandbox."""
+    """Return a line for each invalid setting of the rewards and their sandbox."""
     reward, problems = config.reward, []
     named = [("reward.function", reward.function)]
     for each in reward.more:
@@ -88,7 +88,7 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def reward_model_problems(config: Config) -> list[str]:
-    """Return a line for each problem of the file in `--reward.model`, or about a missing process reward model."""
+    """Return a line for each problem with the `--reward.model` file, or about a missing process reward model."""
     try:
         found = classifier_of(config.reward.model)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Rules that all jobs share: the rules that fields of settings declare, and rules for rows and checkpoints."""
+"""Rules shared by all jobs: those declared by individual settings, and those for rows and checkpoints."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from spmdrl.config.template import template_kwargs
 
 
 def rule_problems(config: Any) -> list[str]:
-    """Return a line for each value that is invalid by the rule that its setting declares."""
+    """Return a line for each value that violates its setting's declared rule."""
     return [
         f"{flag(name)} {shown(get(config, name))}: {each.rule.says}"
         for name, each in declared(type(config)).items()
@@ -19,10 +19,10 @@ def rule_problems(config: Any) -> list[str]:
 
 
 def never_measured(checkpoint: CheckpointConfig, every: int, steps: int) -> list[str]:
-    """Return a line if `--checkpoint.best` is a metric of evaluations that no checkpoint before the last step gets.
+    """Return a line if no checkpoint before the last step would be evaluated for the metric in `--checkpoint.best`.
 
-    There is no line if checkpoints or evaluations during the run are off.
-    every: the value of `--eval.every`. steps: number of steps of the run; 0 if it is not known yet.
+    There is no line if checkpoints or evaluations are off during the run. every: the value of `--eval.every`. steps:
+    number of steps in the run, or 0 if it is not known yet.
     """
     both = math.lcm(checkpoint.every, every)
     if "eval/" not in checkpoint.best or not steps or not both or both < steps or checkpoint.every >= steps:
@@ -35,9 +35,9 @@ def never_measured(checkpoint: CheckpointConfig, every: int, steps: int) -> list
 
 
 def rows_and_checkpoint_problems(config: Any, unmeasured: str) -> list[str]:
-    """Return lines about the chat template of a job's rows, and about the metric that selects its best checkpoint.
+    """Return lines about the chat template for the rows, and about the metric that selects the best checkpoint.
 
-    unmeasured: the reason why no evaluation measures metrics, such as `without --data.eval`; empty if one does.
+    unmeasured: reason why no evaluation measures metrics, such as `without --data.eval`, or "" if one does.
     """
     data, best, problems, unread = config.data, config.checkpoint.best, [], []
     try:

@@ -1,4 +1,4 @@
-"""Reads `--data.template-kwargs`, the variables of the chat template that apply to all rows of a run."""
+"""Reads `--data.template-kwargs`, the chat template variables for all rows in a run."""
 
 from datetime import date
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from spmdrl.config.yaml_file import read_json
 
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
-"""Names of variables that the renderer itself sets, so that a user may not set them."""
+"""Variables that the renderer sets itself and a user may not set."""
 DATE = "strftime_now"
-"""Name of the function by which templates read the date. A user may set it to a fixed date, such as 2026-01-31."""
+"""Name of the function that templates call to get the date. A user can set it to a fixed date, such as 2026-01-31."""
 
 
 def template_kwargs(data: Any) -> dict[str, Any]:
-    """Return the variables of the chat template that apply to every row; a row may override them.
+    """Return the chat template variables for all rows; each row can override them.
 
     Raises:
-        ValueError: `--data.template-kwargs` is not a JSON object, or has a name in RESERVED or a date that is invalid.
+        ValueError: `--data.template-kwargs` is not a JSON object, or contains a reserved name or an invalid date.
     """
     flag = "--data.template-kwargs"
     found = read_json(flag, data.template_kwargs, '{"enable_thinking": false}')

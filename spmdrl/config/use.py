@@ -1,7 +1,7 @@
-"""Refuses settings that a user gave and that the run does not read, because they would silently have no effect.
+"""Refuses settings that a user gave but the run does not read, because they would silently have no effect.
 
-Settings declare when a job reads them (`only_with` in `declare.py`). The advice names a change of one other setting
-with which the job would read the refused one; it is found by trying such changes.
+Settings declare when a job reads them (`only_with` in `declare.py`). The advice in the error suggests a change to one
+other setting that would make the job read the refused one; it is found by trying such changes.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ MOST_SHOWN = 3
 
 
 def check_use(loaded: Loaded[Any]) -> list[str]:
-    """Refuse settings that a user gave and that the run does not read; return lines about those that it accepts.
+    """Refuse settings that the user gave but the run does not read, and return lines about the accepted ones.
 
-    Settings that have their defaults, or that a preset or a config.yaml written by a run sets, are not checked. A
-    setting in a file is accepted if a run with the files alone would read it, because a flag may turn off its use:
-    `--config run.yaml --eval.every 0`.
+    Settings at their defaults, and those set by a preset or by a config.yaml that a run wrote, are not checked. A
+    setting in a file is accepted if a run with only the files would read it, because a flag might have turned off its
+    use: `--config run.yaml --eval.every 0`.
 
     Raises:
         ConfigError: a setting is refused, or an environment is given without a reward. The message has a line for each
-            refused setting: its flag, its value, and the settings with which it would be read.
+            refused setting: its flag, its value, and the changes that would make the run read it.
     """
     config = loaded.config
     if "env" in leaves(type(config)):
@@ -55,20 +55,20 @@ def is_read(config: Any, name: str) -> bool:
     if name in leaves_of_functions(type(config)):
         return name in read_by(loss_of(config)) | read_by(advantage_of(config))
     condition = declared(type(config))[name].only_with
-    # A loss or advantage in a user's file may have any setting of `algo` as a parameter.
+    # A loss or advantage in a user's file can take any setting in `algo` as a parameter.
     own = name.startswith("algo.") and name in read_by(loss_of(config)) | read_by(advantage_of(config))
     return condition is None or bool(condition(config)) or own
 
 
 def leaves_of_functions(schema: type) -> frozenset[str]:
-    """Return the settings of a schema that nothing but losses and advantages reads; empty if the schema has none."""
+    """Return the settings in a schema that only losses and advantages read, if any."""
     if "algo.loss" not in leaves(schema):
         return frozenset()
     return read_by_any("loss") | read_by_any("advantage")
 
 
 def at_rest(config: Any, name: str) -> bool:
-    """Return True if the setting `name` has its default value or the value of the preset."""
+    """Return True if the setting `name` has its default value or the preset's value."""
     default, preset = get(type(config)(), name), {}
     if hasattr(config, "algo"):
         preset = settings_of_preset(config.algo.preset, config.algo.loss, config.algo.advantage)
@@ -79,7 +79,7 @@ def at_rest(config: Any, name: str) -> bool:
 
 
 def would_read(config: Any, name: str) -> bool:
-    """Return True if a job with these settings reads the setting `name`; False also if the method is invalid."""
+    """Return True if a job with these settings reads the setting `name`, or False if the method is invalid."""
     try:
         return is_read(config, name)
     except (ValueError, KeyError):
@@ -87,7 +87,7 @@ def would_read(config: Any, name: str) -> bool:
 
 
 def single_changes(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield changes of one setting, as its name and another value, that may make a run read other settings."""
+    """Yield (name, value) for single-setting changes that might make a run read other settings."""
     tables = function_tables()
     for name, hint in leaves(type(config)).items():
         value, default = get(config, name), get(type(config)(), name)
@@ -110,7 +110,7 @@ def single_changes(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def changed(config: Any, name: str, value: Any) -> Any:
-    """Return a copy of the settings in which the setting `name` has the value `value`."""
+    """Return a copy of the settings with the setting `name` changed to `value`."""
     section, _, leaf = name.rpartition(".")
     if section:
         name, value = section, dataclasses.replace(getattr(config, section), **{leaf: value})
@@ -118,13 +118,13 @@ def changed(config: Any, name: str, value: Any) -> Any:
 
 
 def readers(config: Any, name: str) -> list[tuple[str, Any]]:
-    """Return the changes of one other setting, as name and value, with which a run would read the setting `name`."""
+    """Return (name, value) for each change to one other setting that would make a run read the setting `name`."""
     tried = ((other, value) for other, value in single_changes(config) if other != name)
     return [(other, value) for other, value in tried if would_read(changed(config, other, value), name)]
 
 
 def advice(config: Any, name: str) -> str:
-    """Return advice on a setting that the run does not read."""
+    """Return advice about a setting that the run does not read."""
     for kind in KINDS if hasattr(config, "algo") else ():
         own = getattr(config.algo, kind)
         if ".py:" in own and name in only_of(kind) and name != "algo.aggregation":
@@ -138,9 +138,9 @@ def advice(config: Any, name: str) -> str:
 
 
 def ways(config: Any, name: str) -> list[str]:
-    """Return the most likely changes with which a run would read a setting, as text: `--lora.rank above 0`."""
+    """Return the most likely changes that would make a run read a setting, as text: `--lora.rank above 0`."""
     by_flag: dict[str, list[Any]] = {}
-    # Changes in the same section come first, because the user most likely means one of them.
+    # List changes in the same section first, because the user most likely means one of them.
     section = name.split(".")[0]
     for change, value in sorted(readers(config, name), key=lambda reader: reader[0].split(".")[0] != section):
         by_flag.setdefault(change, []).append(value)

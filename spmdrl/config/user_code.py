@@ -1,4 +1,4 @@
-"""Imports users' Python files, and puts errors of their code on one line."""
+"""Imports users' Python files, and formats their errors on one line."""
 
 import importlib.util
 import inspect
@@ -14,7 +14,7 @@ from typing import Any
 def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any]:
     """Import a file and return its function `name`. ahead: as in `import_file`.
 
-    Raises ValueError if the file cannot be imported (the message has file and line) or lacks the function.
+    Raises ValueError if the file cannot be imported (the message has file and line) or does not define the function.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path} (from {Path.cwd()})")
@@ -29,10 +29,10 @@ def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any
 
 
 def import_file(path: Path, ahead: bool = False) -> ModuleType:
-    """Import a user's file, which may import files in its folder; it is imported again only after it has changed.
+    """Import a user's file, which can import files from its folder; it is reimported only after it has changed.
 
-    ahead: True if files in the folder take precedence over installed packages of the same name, which suits a process
-    that only runs user code. A rank that trains imports packages lazily, and a user's file must not shadow one of them.
+    ahead: whether files in the folder take precedence over installed packages of the same name, which suits processes
+    that only run user code. Training ranks import packages lazily, and a user's file must not shadow one of them.
 
     Raises ValueError with file and line if the import fails.
     """
@@ -41,7 +41,7 @@ def import_file(path: Path, ahead: bool = False) -> ModuleType:
 
 @cache
 def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
-    # The module's name contains the folder, because files in different folders may have the same name.
+    # The module name includes the folder, because files in different folders can have the same name.
     name = f"spmdrl_user_{'_'.join(path.with_suffix('').parts[1:])}"
     if str(path.parent) not in sys.path:
         sys.path.insert(0 if ahead else len(sys.path), str(path.parent))
@@ -53,13 +53,13 @@ def _imported(path: Path, changed: int, ahead: bool) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as e:
         raise ValueError(f"{e.filename or path}:{e.lineno}: {e.msg}") from e
-    except BaseException as e:  # a user's file may also raise SystemExit
+    except BaseException as e:  # a user's file might also raise SystemExit
         raise ValueError(f"importing {path} raised {error_text(e)} ({place(e)})") from e
     return module
 
 
 def error_text(e: BaseException) -> str:
-    """Return type and text of an error on one line, even if the code that makes the error's text raises an error."""
+    """Return an error's type and message on one line, even if formatting the message raises another error."""
     try:
         return printable(f"{type(e).__name__}: {e}")[:2000]
     except BaseException as inner:
@@ -67,11 +67,11 @@ def error_text(e: BaseException) -> str:
 
 
 def place(e: BaseException) -> str:
-    """Return file and line at which an error was raised."""
+    """Return the file and line where an error was raised."""
     frames = traceback.extract_tb(e.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no line known"
 
 
 def printable(text: str) -> str:
-    """Return a text on one line without control characters, because a model may have written parts of it."""
+    """Return a text on one line without control characters, because parts of it might come from a model."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -1,4 +1,4 @@
-"""Reads YAML files that flags name, such as a judge's, into dataclasses of settings, and JSON objects from flags."""
+"""Loads YAML files named by flags, such as a judge's, into dataclasses of settings, and parses JSON flags."""
 
 import json
 from collections.abc import Callable, Collection
@@ -13,14 +13,14 @@ from spmdrl.config.fields import nearest
 
 S = TypeVar("S")
 SUFFIXES = (".yaml", ".yml")
-"""Suffixes by which the value of a setting is recognised as the path of a YAML file."""
+"""Suffixes that identify a setting's value as the path of a YAML file."""
 KINDS = {
     str: "text",
     int: "a whole number",
     float: "a number",
     dict: "a list of names with numbers, such as {helpfulness: 0.65}",
 }
-"""Type of a setting -> its description in messages. The type `object` takes any value and needs no description."""
+"""Type of a setting -> its description for messages. The type `object` accepts any value and needs no description."""
 
 
 def read_settings(
@@ -32,16 +32,16 @@ def read_settings(
     secret: Collection[str] = (),
     prefix: str | None = None,
 ) -> S:
-    """Return the settings of a YAML file as an instance of `schema`.
+    """Load a YAML file into an instance of `schema`.
 
     Args:
         flag: the flag that named the file.
         file: path of the file.
-        schema: the dataclass of the settings.
-        what: what the settings describe, such as `a judge`, for the message about a file without settings.
-        check: function of the settings, and of the names that the file gives, that returns a line for each problem.
-        secret: names of settings whose values no message may show.
-        prefix: text before the file's path in messages about its settings; None: the flag.
+        schema: the dataclass for the settings.
+        what: what the settings describe, such as `a judge`, for the error if the file has no settings.
+        check: function that takes the settings and the names set in the file, and returns a line for each problem.
+        secret: names of settings whose values must not appear in messages.
+        prefix: text before the file's path in messages about its settings; None means the flag.
 
     Raises:
         ValueError: the file cannot be read, or its settings are invalid; the message has a line for each problem.
@@ -55,7 +55,7 @@ def read_settings(
 
 
 def read_text(flag: str, file: str) -> str:
-    """Return the text of a file that a flag names. Raises ValueError, with the flag, if it cannot be read."""
+    """Return the text of a file named by a flag. Raises ValueError, which names the flag, if it cannot be read."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,7 +63,7 @@ def read_text(flag: str, file: str) -> str:
 
 
 def read_json(flag: str, text: str, example: str) -> dict[str, Any]:
-    """Return the JSON object in the text of a flag, {} for empty text. Raises ValueError, with the flag, if invalid."""
+    """Parse a flag's JSON object; empty text gives {}. Raises ValueError, which names the flag, if it is invalid."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -101,7 +101,7 @@ def _read_fields(
 
 
 def _value_problems(found: Any) -> list[str]:
-    """Return a line for each value that its field's type does not list, or that its rule (`declare.py`) refuses."""
+    """Return a line for each value that is not among its type's choices or violates its rule (`declare.py`)."""
     problems = []
     for each in fields(found):
         value, choices, rule = getattr(found, each.name), get_args(each.type), each.metadata.get("rule")
@@ -113,14 +113,14 @@ def _value_problems(found: Any) -> list[str]:
 
 
 def _kind(hint: Any) -> type:
-    """Return the type to which the value of a field is converted; `object` if any value of YAML is taken."""
+    """Return the type to which a field's value is converted, or `object` if it accepts any YAML value."""
     if get_origin(hint) is Literal:
         return str
     return object if hint is dict else get_origin(hint) or hint
 
 
 def _repeated(root: yaml.Node | None) -> list[str]:
-    """Return a line for each name that is given twice in a section, because YAML silently uses only the last value."""
+    """Return a line for each name that appears twice in a section, because YAML silently uses only the last value."""
     problems = []
     inner = [("", root)]
     if isinstance(root, yaml.MappingNode):
@@ -136,7 +136,7 @@ def _repeated(root: yaml.Node | None) -> list[str]:
 
 
 def _as(kind: type, value: Any) -> Any:
-    """Convert a value, of whatever type YAML has found, to the type of a setting. Raises TypeError or ValueError."""
+    """Convert a value parsed by YAML to the type of a setting. Raises TypeError or ValueError."""
     if kind is object:
         return value
     if kind is dict:
