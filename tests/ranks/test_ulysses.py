@@ -355,7 +355,10 @@ def test_lockstep_and_refusals(folder, tmp_path):
     odd = small_model(tmp_path, num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
     for messages, built, history in run_ranks(refusals, RANKS, folder, odd):
         assert built == [] and len(messages) == 2
-        assert "--parallel.sp 4: must divide the model's 6 attention heads (the number of its key-value heads, 3, does not" in messages[0]
+        assert (
+            "--parallel.sp 4: must divide the model's 6 attention heads (the number of its key-value heads, 3, does not"
+            in messages[0]
+        )
         assert messages[0].endswith("sp could be 1, 2, 3, 6")
         assert "different sequences" in messages[1]
         assert sum("ulysses.py" in line and "alltoall" in line for line in history) >= 8
