@@ -10,7 +10,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error of torch (GPU or CPU), vLLM (when it wakes up), Python or the system."""
+    """Return True for an out-of-memory error from torch (GPU or CPU), vLLM (on wake-up), Python or the OS."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     words = ("out of memory", "can't allocate memory", "cannot allocate memory")
@@ -18,13 +18,13 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Return True if a collective failed because another rank, or the rank with the store, is gone."""
+    """Return True if a collective failed because another rank, or the rank that hosts the store, is gone."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Failed to recv")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def timed_out(error: BaseException) -> bool:
-    """Return True if a collective exceeded `--run.timeout`, recognised by the message of gloo, NCCL or the store."""
+    """Return True if a collective exceeded `--run.timeout`, judging by the message from gloo, NCCL or the store."""
     words = ("Timed out waiting", "Application timeout caused", "collective operation timeout", "wait timeout after")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
@@ -42,17 +42,17 @@ def disk_full(error: BaseException) -> bool:
 
 
 def of_the_machine(error: BaseException) -> bool:
-    """Return True for an error of memory, a disk, a device or another rank.
+    """Return True for an error caused by memory, a disk, a device or another rank.
 
-    Such an error may hit one rank alone while the others wait for it in a collective. An error in a model's code, by
-    contrast, occurs on all ranks, which may continue together.
+    Such an error can hit a single rank while the others wait for it in a collective. An error in a model's code, by
+    contrast, occurs on all ranks, which can continue together.
     """
     parts = OSError | torch.AcceleratorError | DistError
     return out_of_memory(error) or isinstance(error, parts) or lost_peer(error) or timed_out(error)
 
 
 def requested_bytes(error: BaseException) -> int:
-    """Return the number of bytes that a failed allocation requested; 0 if the error's message does not contain it."""
+    """Return the number of bytes that a failed allocation requested, or 0 if the error message does not say."""
     text = str(error)
     if found := re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE):
         return int(found[1])

@@ -1,4 +1,4 @@
-"""Builds the last line that a rank prints: error, place and advice. No function of this module blocks for long."""
+"""Builds the last line that a rank prints: error, location and advice. No function in this module blocks for long."""
 
 import os
 import re
@@ -18,9 +18,9 @@ from spmdrl.health.status import rank_status
 T = TypeVar("T")
 
 USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors whose message names the change to make; their traceback goes to the log file only."""
+"""Errors whose message tells the user what to change; their traceback goes only to the log file."""
 LONGEST = 1500
-"""Maximum number of characters of an error's message that the last line contains."""
+"""Maximum number of characters of an error message in the last line."""
 
 
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
@@ -42,7 +42,7 @@ def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
 
 
 def advice(error: BaseException) -> str:
-    """Return advice on an error; empty for mistakes that spmdrl reports, because their messages contain advice."""
+    """Return advice for an error, or "" for mistakes that spmdrl reports, whose messages already contain advice."""
     if timed_out(error):
         missing = briefly(heartbeats[0].missing, "") if heartbeats else ""
         record = f"`python -m spmdrl.tools.flight {rank_status.folder}` compares the last collectives of all ranks, "
@@ -81,7 +81,7 @@ def _less_memory(phase: str) -> str:
 
 
 def resume() -> str:
-    """Return a sentence with the step from which the same command resumes, or that there is no checkpoint yet."""
+    """Return a sentence that names the step at which the same command resumes, or says that there is no checkpoint."""
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved > 0:
         return f"The same command resumes from step {saved}"
@@ -91,7 +91,7 @@ def resume() -> str:
 
 
 def lost_steps() -> str:
-    """Return the text that names the steps lost if the job ends now: all steps since the newest checkpoint."""
+    """Return text that names the steps lost if the job ends now: all steps since the newest checkpoint."""
     last = max(rank_status.step, rank_status.done)
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved < 0:
@@ -105,7 +105,7 @@ def failure_line(error: BaseException) -> str:
     """Return the last line of a rank that failed: the rank and its host, the phase, the error and advice."""
     text = str(error)
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
-        # C++ errors begin with their place in the sources and end with stack frames, which are removed.
+        # C++ errors start with a source location and end with stack frames; both are removed.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
     # The message may have several lines; they are joined by bars, so that the last line is a single line.
     text = " | ".join(line.strip() for line in text.splitlines() if line.strip())[:LONGEST]
@@ -114,5 +114,5 @@ def failure_line(error: BaseException) -> str:
 
 
 def last_line(what: str) -> str:
-    """Return the last line of this rank: its number and its host, then the text `what`."""
+    """Return this rank's last line: its number and host, followed by `what`."""
     return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")

@@ -27,14 +27,14 @@ log = logging.getLogger("spmdrl")
 exiting = threading.Event()
 """Set once this rank is exiting."""
 exit_lock = threading.Lock()
-"""Held by the one thread that ends this rank."""
+"""Held by the one thread that terminates this rank."""
 
 
 # ── the last line, and the exit ──────────────────────────────────────────────
 
 
 def is_first_to(what: str = "failed") -> bool:
-    """Return True on the first rank that calls this with `what`, so that it alone prints; on all if the store fails."""
+    """Return True on the first rank to call this with `what`, so that only it prints; on all if the store fails."""
     with suppress(Exception):
         if heartbeats:
             return heartbeats[0].plain.add(what, 1) == 1
@@ -43,7 +43,7 @@ def is_first_to(what: str = "failed") -> bool:
 
 
 def write_torchrun_error(message: str) -> None:
-    """Write the message into torch.distributed.elastic's error file, whose content torchrun prints when it exits."""
+    """Write the message to torch.distributed.elastic's error file, which torchrun prints when it exits."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError), open(path, "w") as f:
@@ -61,7 +61,7 @@ def _print_last_line(message: str, error: BaseException | None) -> None:
     def show() -> bool:
         if error is not None and not isinstance(error, USER_MISTAKES):
             print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        # Text and newline are one write, because torchrun's agent may write to the same stderr between two writes.
+        # Text and newline are written together, because torchrun's agent may write to the same stderr in between.
         print(f"{message}\n", end="", file=sys.stderr, flush=True)
         return True
 
@@ -78,7 +78,7 @@ def _exit_job(
 ) -> None:
     """Write this rank's last collectives, print the cause on one rank, and end this process.
 
-    Unless the exit code is 0, ranks of this machine that are stopped or silent are killed first.
+    Unless the exit code is 0, ranks on this machine that are stopped or silent are killed first.
     """
     exiting.set()
     if not exit_lock.acquire(blocking=False):
@@ -109,7 +109,7 @@ def _exit_job(
 def _signalled(number: int, before_exit: Callable[[], None]) -> None:
     """Handle a signal, in a thread: treat it as a request to leave, or end the job.
 
-    The job ends if a rank is lost, at a second signal, and before the first step (unless `rank_status.keeps_partial`).
+    The job ends if a rank is lost, on a second signal, or before the first step (unless `rank_status.keeps_partial`).
     torchrun sends SIGTERM to the remaining ranks when a rank is lost, and when it receives SIGTERM itself.
     """
     if exiting.is_set():
@@ -146,7 +146,7 @@ def _request_to_leave(number: int, heartbeat: Heartbeat) -> None:
     what = f"{signal.Signals(number).name}: {does} within {request.grace:.0f} s{'' if partial else ', and saved'}"
     briefly(lambda: log.info(what), None, 1.0)
     if number == signal.SIGINT and briefly(lambda: is_first_to("interrupted"), True):
-        # The person who pressed Ctrl-C expects a reaction on the console.
+        # Whoever pressed Ctrl-C expects a response on the console.
         briefly(lambda: print(f"{what}; Ctrl-C again ends the job at once", file=sys.stderr, flush=True), None)
 
 
@@ -168,7 +168,7 @@ def _grace_over(before_exit: Callable[[], None]) -> None:
 def exit_reason() -> str:
     """Return the request to leave as text.
 
-    Wait for it at most 3 s, because it may arrive one heartbeat after the ranks agreed to leave.
+    Wait at most 3 s for it, because it may arrive one heartbeat after the ranks agreed to leave.
     """
     for _ in range(30):
         if preemption.requested:
@@ -212,8 +212,8 @@ def watch(
 ) -> Heartbeat:
     """Start this rank's heartbeat, which also ends the rank if its main thread makes no progress in a step.
 
-    store: shared by all ranks. timeout, grace: settings of `--run`, in seconds. folder: the run folder. saved: returns
-    the step of the newest checkpoint, 0 for none. before_exit: as in `named_exit`.
+    store: shared by all ranks. timeout, grace: the `--run` settings, in seconds. folder: the run folder. saved: returns
+    the step of the newest checkpoint, or 0 if there is none. before_exit: as in `named_exit`.
     """
     rank_status.folder, rank_status.saved, preemption.grace = folder, saved, grace
     preemption.on_grace_over = lambda: _grace_over(before_exit)
@@ -226,7 +226,7 @@ def watch(
 
 @contextmanager
 def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """End the whole job on an exception in this context, with rank, host, phase, cause and advice in one last line.
+    """End the whole job on an exception in this context, with one last line: rank, host, phase, cause and advice.
 
     The process exits without cleaning up, because destructors of a broken process group may wait for lost ranks;
     torchrun then ends the other ranks. Exit codes: 1 after an error, 0 if the grace period of a request to leave is

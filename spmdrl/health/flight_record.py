@@ -21,14 +21,14 @@ import torch.distributed as dist
 from spmdrl.health.status import is_informative, rank_status, short, stack
 
 LAST = 50
-"""Maximum number of collectives that are written for each group; earlier ones are left out."""
+"""Maximum number of collectives written per process group; earlier ones are omitted."""
 POINT_TO_POINT = ("send", "recv")
 sent: dict[str, int] = defaultdict(int)
-"""Number of sends and receives by group name. gloo counts them as collectives, but their number differs by rank."""
+"""Number of sends and receives by group name. gloo counts them as collectives, but the number differs by rank."""
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler that reads only numbers, strings and containers, so that no code runs."""
+    """Unpickler that accepts only numbers, strings and containers, so that it cannot execute code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong in a flight record")
@@ -44,7 +44,7 @@ def send_and_receive(operations: list[dist.P2POp]) -> list[dist.Work]:
 def collectives_of(group: dist.ProcessGroup) -> int:
     """Return the number of collectives that this rank has started on a group."""
     count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    # gloo's number includes sends and receives, which differ by rank.
+    # gloo's count includes sends and receives, which differ between ranks.
     return count - sent[group.group_name] if dist.get_backend(group) == "gloo" else count
 
 
@@ -63,15 +63,15 @@ def _place(frames: list[dict]) -> str:
 
 
 def warm() -> None:
-    """Import the modules with which torch finds source lines, which takes 1.5 s that a failing rank may not have."""
+    """Import the modules that torch uses to find source lines; this takes 1.5 s, which a failing rank may not have."""
     with suppress(Exception):
         _entries(True)
 
 
 def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
-    """Return for each group name its ranks, its number of started collectives, and its last collectives, oldest first.
+    """Return, for each group name, its ranks, number of started collectives, and last collectives (oldest first).
 
-    frames: True to include the source line of each collective, else it is `?`. last: maximum number per group.
+    frames: True to include each collective's source line, which is `?` otherwise. last: maximum number per group.
     """
     groups: dict[str, dict] = {}
     names, members = dist.distributed_c10d._world.pg_names, dist.distributed_c10d._world.pg_group_ranks
@@ -105,9 +105,9 @@ def write(
 ) -> Path | None:
     """Write this rank's record into the run folder; return its path, or None if that fails. Any thread may call this.
 
-    why: the last line of this rank. others: last heartbeat of every rank, which only a few ranks know; it is the only
-    trace of a killed rank. error: error whose stack is written; None for the main thread's stack. frames: True to write
-    the line of each collective, too.
+    why: the last line of this rank. others: last heartbeat of every rank, which only a few ranks have; it is the only
+    trace of a killed rank. error: error whose stack is written, or None for the main thread's stack. frames: True to
+    include each collective's source line.
     """
     folder = rank_status.folder
     if folder is None:

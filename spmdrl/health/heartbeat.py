@@ -1,8 +1,8 @@
-"""The heartbeat: a thread that publishes its rank's position, notices a stuck main thread, and reads requests to leave.
+"""The heartbeat: a thread that publishes its rank's position, detects a stuck main thread, and reads requests to leave.
 
-Once a second it writes this rank's position to the rendezvous store and looks for requests to leave, over a separate
-connection, even if the main thread hangs. So a rank whose collective timed out can name the missing rank and its
-position.
+Once a second, even if the main thread hangs, it writes this rank's position to the rendezvous store and checks for
+requests to leave, over a separate connection. A rank whose collective timed out can therefore name the missing rank and
+say where it is.
 """
 
 import json
@@ -27,16 +27,17 @@ from spmdrl.health.preempt import Request, preemption
 from spmdrl.health.status import IdleClock, place, rank_status
 
 EVERY = 1.0
-"""Seconds between two beats."""
+"""Seconds between beats."""
 WARM = 30
-"""Number of beats from the start of the first step until `flight_record.warm` prepares the flight record."""
+"""Number of beats after the start of the first step at which `flight_record.warm` prepares the flight record."""
 RETRY = 5.0
-"""Seconds until the next try after the store did not answer; doubled after each further failure."""
+"""Seconds before a retry when the store did not answer; doubled after each subsequent failure."""
 LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
-"""Maximum number of this rank's beats that are remembered, to compute the age of other ranks' beats."""
+"""Maximum number of this rank's own beats that are kept to compute the age of other ranks' beats."""
 PATIENCE = 3.0
-"""Seconds beyond `--run.timeout` until a rank without progress is ended: a collective's time-out is reported first."""
+"""Seconds beyond `--run.timeout` before a rank without progress is terminated, so that a collective's time-out is
+reported first."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Identity:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the process state on; empty if there is no such process."""
+    """Return the fields of /proc/<pid>/stat from the process state on, or [] if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -83,7 +84,7 @@ class Heartbeat(threading.Thread):
         the time-out; does not return.
         """
         super().__init__(daemon=True, name="heartbeat")
-        # Two clones have connections of their own, because the main thread may block in the connection of `store`.
+        # The two clones have their own connections, because the main thread may block on that of `store`.
         # `plain` uses keys without the prefix `beat`.
         self.plain, own = (store.clone() for _ in range(2))  # type: ignore[attr-defined]
         self.store, self.side_store = (dist.PrefixStore("beat", mine) for mine in (own, self.plain))
@@ -93,10 +94,10 @@ class Heartbeat(threading.Thread):
         self.rank, self.size, self.timeout, self.stuck = rank, size, timeout, stuck
         self.me = identity()
         self.failures = 0
-        """Number of times in a row that the store did not answer."""
+        """Number of consecutive times that the store did not answer."""
         self.again_at = 0.0
         self.seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        """(number of beats of all ranks, time.monotonic()) at each beat of this rank; the number is from the store."""
+        """(total beats of all ranks as counted by the store, time.monotonic()) at each beat of this rank."""
         self.siblings: dict[int, Identity] = {}
         self.overview = Overview(self.side_store, self.beats, self.age)
         self.ended = threading.Event()
@@ -126,7 +127,7 @@ class Heartbeat(threading.Thread):
         return self.failures > 0
 
     def _beat(self, where: str, since: float) -> None:
-        """Publish this rank's position; read which ranks share this machine, and a request to leave.
+        """Publish this rank's position; read which ranks share this machine, and any request to leave.
 
         If the store does not answer, try again later.
         """
@@ -165,7 +166,7 @@ class Heartbeat(threading.Thread):
     # ── the other ranks ──────────────────────────────────────────────────────
 
     def lost(self) -> str:
-        """Return a text that names torchrun or ranks of this machine if they are gone; empty if none of them is."""
+        """Return text that names torchrun or the ranks on this machine that are gone, or "" if none are."""
         if os.getppid() != self.me.parent:
             return "torchrun is gone"
         gone = [rank for rank, process in sorted(self.siblings.items()) if not state_of(process)]
@@ -174,7 +175,7 @@ class Heartbeat(threading.Thread):
         return f"ranks {', '.join(map(str, gone))} are lost" if gone else ""
 
     def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict]:
-        """Return the last beats of some ranks, by default of all; empty if a beat is missing or the store is silent."""
+        """Return the last beats of `ranks` (default: all), or {} if a beat is missing or the store is silent."""
         ranks = list(range(self.size) if ranks is None else ranks)
         with suppress(Exception):
             found = self.side_store.multi_get([f"at/{rank}" for rank in ranks]) if ranks else []
@@ -182,18 +183,18 @@ class Heartbeat(threading.Thread):
         return {}
 
     def age(self, beat: dict) -> float:
-        """Return the seconds since a rank's beat, by this rank's clock because the machines' clocks may differ."""
+        """Return the seconds since a rank's beat, measured by this rank's clock because machines' clocks may differ."""
         at = bisect_left(seen := list(self.seen), (beat["count"], 0.0))
         # A beat that is newer than this rank's last one counts as 0 s old.
         return time.monotonic() - seen[at][1] if at < len(seen) else 0.0
 
     def missing(self) -> str:
-        """Return the ranks that a collective of this rank waits for, as text; empty if they are not known."""
+        """Return the ranks that this rank's collective is waiting for, as text; empty if unknown."""
         stopped = {rank for rank, process in self.siblings.items() if state_of(process) in ("T", "t")}
         return self.overview.missing(self.rank, place(), self.beats(sorted(stopped)))
 
     def end_stuck_siblings(self) -> None:
-        """Send SIGKILL to ranks of this machine that are stopped or silent, because they ignore torchrun's SIGTERM.
+        """Send SIGKILL to ranks on this machine that are stopped or silent, because they ignore torchrun's SIGTERM.
 
         torchrun itself would send SIGKILL only after 30 s.
         """
@@ -207,4 +208,4 @@ class Heartbeat(threading.Thread):
 
 
 heartbeats: list[Heartbeat] = []
-"""Contains the heartbeat of this process once it is started; empty before."""
+"""The heartbeat of this process, once it is started; empty before that."""

@@ -1,7 +1,7 @@
-"""The positions of all ranks when a job ends: a few ranks read all heartbeats, and write a summary for the others.
+"""Finds where all ranks are when a job ends: a few ranks read all heartbeats and write a summary for the others.
 
-If every rank of a job of 1,024 read all heartbeats, the store would have to send a million of them (200 MB) in the
-seconds in which the job ends, and the flight records would contain as many beats.
+If every rank of a 1,024-rank job read all heartbeats, the store would have to send a million of them (200 MB) while the
+job is ending, and the flight records would contain just as many.
 """
 
 import json
@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, field
 import torch.distributed as dist
 
 READERS = 8
-"""Number of ranks that read the beats of all ranks: the first ones that end."""
+"""Number of ranks that read all ranks' beats: the first ones to exit."""
 STALE = 6.0
 """Seconds without a beat after which a rank counts as silent."""
 SHOWN = 4
 """Maximum number of ranks that a message names."""
 PLACES = 32
-"""Maximum number of places that are listed; ranks at further places are counted together."""
+"""Maximum number of places listed; ranks at other places are counted together."""
 LOOKS, PAUSE = 10, 0.1
-"""Number of times that a rank looks for a reader's summary, and the seconds between two looks."""
+"""Number of times that a rank checks for a reader's summary, and the seconds between checks."""
 
 Age = Callable[[dict], float]
 """Function that returns the seconds since a beat."""
@@ -29,13 +29,13 @@ Age = Callable[[dict], float]
 
 @dataclass
 class Place:
-    """A source line and the ranks that are at it."""
+    """A source line and the ranks that are currently at it."""
 
     place: str
     silent: bool
     count: int = 0
     first: dict[str, dict] = field(default_factory=dict)
-    """Rank -> its last beat, for the first SHOWN + 1 ranks: one more, because a message leaves out its own rank."""
+    """Rank -> its last beat, for the first SHOWN + 1 ranks (one extra, because a message omits its own rank)."""
 
 
 def key_of(beat: dict, age: Age) -> tuple[str, bool]:
@@ -45,7 +45,7 @@ def key_of(beat: dict, age: Age) -> tuple[str, bool]:
 
 
 def grouped(beats: dict[int, dict], age: Age) -> list[Place]:
-    """Group ranks by their place, in the order of each group's first rank."""
+    """Group ranks by place, ordered by each group's first rank."""
     found: dict[tuple[str, bool], Place] = {}
     for rank, beat in sorted(beats.items()):
         key = key_of(beat, age)
@@ -59,7 +59,7 @@ def grouped(beats: dict[int, dict], age: Age) -> list[Place]:
 
 
 class Overview:
-    """The positions of all ranks, as far as an exiting rank can find them."""
+    """Where each rank currently is (best effort), collected by a rank that is exiting."""
 
     def __init__(self, store: dist.Store, read: Callable[[], dict[int, dict]], age: Age):
         """Start without beats. store: a second connection to the heartbeat's store. read: returns all ranks' beats."""
@@ -83,16 +83,16 @@ class Overview:
         for _ in range(0 if self.reader else LOOKS):
             if self.store.check(["overview"]):
                 summary = json.loads(self.store.get("overview"))
-                # An old summary is from a rank that ended earlier, for another reason.
+                # An old summary comes from a rank that exited earlier, for another reason.
                 if self.age(summary) <= STALE:
                     return [Place(**place) for place in summary["places"]]
             time.sleep(PAUSE)
         return []
 
     def missing(self, me: int, here: str, stopped: dict[int, dict]) -> str:
-        """Return the ranks that a collective of this rank waits for, as text; empty if they are not known.
+        """Return the ranks that this rank's collective is waiting for, as text; empty if unknown.
 
-        here: this rank's place. stopped: last beats of ranks of this machine whose processes are stopped.
+        here: this rank's place. stopped: last beats of ranks on this machine whose processes are stopped.
         """
         other = [group for group in self.places() if group.silent or group.place != here]
         count = sum(group.count - (str(me) in group.first) for group in other)

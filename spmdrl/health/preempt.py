@@ -1,7 +1,7 @@
-"""Preemption: on a signal the run finishes its step, or abandons it if it still samples, then saves and exits.
+"""Preemption: on a signal the run finishes its step, or abandons it if it is still sampling, then saves and exits.
 
-Once the first step has begun, SIGUSR1 or SIGINT (Ctrl-C) to any rank is a request to all ranks, and so is a SIGTERM
-that was not sent because of a lost rank. A request that one rank received takes effect only after `Agreement` or the
+Once the first step has started, SIGUSR1 or SIGINT (Ctrl-C) to any rank is a request to all ranks, and so is a SIGTERM
+that was not sent because of a lost rank. A request received by one rank takes effect only after `Agreement` or the
 sampler has all-reduced it (law 1 in CONTRIBUTING.md).
 """
 
@@ -20,7 +20,7 @@ AGENT_WAITS = 25.0
 FROM_AGENT = (signal.SIGTERM, signal.SIGINT)
 """Signals that torchrun forwards to its ranks by default."""
 SAMPLING = 0.5
-"""Share of the grace period in which a step may continue to sample; the remainder is for the save."""
+"""Fraction of the grace period during which a step may keep sampling; the rest is for saving."""
 ECHO = 3.0
 """Seconds within which a second signal of the same kind counts as forwarded by torchrun: a scheduler may signal all
 processes of a job."""
@@ -30,13 +30,13 @@ class PreemptedError(Exception):
     """Raised on every rank once all ranks have agreed to leave."""
 
     def __init__(self, step: int, why: str, abandoned: bool = False):
-        """Create the error. step: number of finished steps. abandoned: True if a further step had begun."""
+        """Create the error. step: number of finished steps. abandoned: True if another step had started."""
         super().__init__(why)
         self.step, self.abandoned = step, abandoned
 
 
 class AbandonedError(Exception):
-    """Raised on every rank that samples, once all of these ranks have agreed to stop sampling and grading."""
+    """Raised on every sampling rank once all of them have agreed to stop sampling and grading."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Request:
     rank: int
     """Rank that received the signal."""
     at: float
-    """time.time() of the signal by that rank's clock: for messages only, as the machines' clocks differ."""
+    """time.time() of the signal on that rank's clock; used only in messages, since machines' clocks differ."""
     grace: float
     """Seconds until the job must have exited; every rank counts them from the moment it receives the request."""
 
@@ -64,7 +64,7 @@ class Preemption:
         self.received = 0.0
         """time.monotonic() when this rank received the request."""
         self.signals: list[tuple[int, float]] = []
-        """Signals to this process, and time.monotonic() of each."""
+        """Signals received by this process, with the time.monotonic() of each."""
         self.grace = 60.0
         self.on_grace_over: Callable[[], None] = lambda: None
         """Function that a thread calls when the grace period is over."""
@@ -95,7 +95,7 @@ class Preemption:
         return Request(signal.Signals(number).name, int(os.environ.get("RANK", "0")), time.time(), grace)
 
     def accept(self, request: Request) -> bool:
-        """Accept the first request and start its grace period; return False for a further one."""
+        """Accept the first request and start its grace period; return False for any later one."""
         if self.request is not None:
             return False
         self.request, self.received = request, time.monotonic()
@@ -111,7 +111,7 @@ class Preemption:
 
     @property
     def sampling_over(self) -> bool:
-        """True once the share of the grace period in which a step may sample (SAMPLING) is over."""
+        """True once the part of the grace period in which a step may keep sampling (SAMPLING) is over."""
         return self.request is not None and time.monotonic() > self.received + SAMPLING * self.request.grace
 
 
@@ -130,7 +130,7 @@ def on_signals(handler: Callable[[int], None]) -> Callable[[], None]:
 
     An ignored SIGINT stays ignored, as in a background job of a script. The thread is needed because the main thread
     may wait in a collective, where Python runs no handler. Call this in the main thread only; forked processes get
-    their former handlers back.
+    their previous handlers back.
     """
     numbers = [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:

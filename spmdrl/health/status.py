@@ -1,6 +1,7 @@
-"""Position of this rank (phase, step, line) for its heartbeat and for the last line of a failed job.
+"""Tracks where this rank is (phase, step, line), for its heartbeat and for the last line of a failed job.
 
-Each process has one `rank_status`. Long-running code reports progress by `tick()`; a change of phase is progress, too.
+Each process has one `rank_status`. Long-running code reports progress by calling `tick()`; a phase change also counts
+as progress.
 """
 
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 _QUIET = ("/torch/", "/spmdrl/spmd/", "/site-packages/", "/spmdrl/tracking/metrics.py", "<frozen")
-"""Parts of the paths of libraries and common helpers, whose frames say little about where the program is."""
+"""Path fragments of libraries and common helpers, whose frames say little about where the program is."""
 _STANDARD = sysconfig.get_path("stdlib").replace("\\", "/") + "/"
 _OWN = ("spmdrl/health/status.py", "spmdrl/health/flight_record.py")
 _DEBUGGERS = ("pdb.py", "bdb.py")
@@ -25,7 +26,7 @@ _MAIN = threading.main_thread().ident
 
 @dataclass
 class RankStatus:
-    """The work of this rank (phase, step, progress) and its run folder."""
+    """What this rank is doing (phase, step, progress), and its run folder."""
 
     phase: Callable[[], str] = lambda: ""
     """Function that returns the phase in progress; empty between phases."""
@@ -38,13 +39,13 @@ class RankStatus:
     count: int = 0
     """Number of `tick` calls of the main thread."""
     side_count: int = 0
-    """Number of `tick` calls of other threads. While the main thread waits for them, it ticks when the number rises."""
+    """Number of `tick` calls of other threads. While the main thread waits for them, it ticks when this rises."""
     folder: Path | None = None
     """The run folder."""
     saved: Callable[[], int] = lambda: 0
-    """Function that returns the step of the newest checkpoint, 0 for none."""
+    """Function that returns the step of the newest checkpoint, or 0 if there is none."""
     job: str = ""
-    """Random name of this start of the run."""
+    """Random name of this launch of the run."""
 
     @property
     def name(self) -> str:
@@ -72,7 +73,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def short(path: str, line: int) -> str:
-    """Return a file and line in short: `folder/file.py:12`."""
+    """Return a file and line in short form: `folder/file.py:12`."""
     return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"
 
 
@@ -101,7 +102,7 @@ def stack(error: BaseException | None = None) -> list[str]:
 
 
 class IdleClock:
-    """Measures for how many seconds the main thread made no progress; another thread calls `look` regularly.
+    """Measures how many seconds the main thread has made no progress; another thread calls `look` regularly.
 
     Time between two calls counts at most `longest_look` seconds, because the process may have been stopped.
     """
@@ -111,7 +112,7 @@ class IdleClock:
         self._seen, self._at = (-1, ""), time.monotonic()
 
     def look(self) -> float:
-        """Return the seconds without progress up to this moment."""
+        """Return the seconds without progress up to now."""
         now, seen = time.monotonic(), (rank_status.count, rank_status.phase())
         in_debugger = any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame in _frames())
         if seen != self._seen or in_debugger:

@@ -2,6 +2,6 @@
 
 metrics.py    metrics of one step, reduced over ranks; times of the step's phases
 trackers.py   metrics.jsonl, TensorBoard, wandb
-console.py    the panel on a terminal, or one line for each step
-logs.py       one log file for each rank
+console.py    a live panel on a terminal, or one line per step
+logs.py       one log file per rank
 """

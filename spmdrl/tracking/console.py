@@ -1,4 +1,4 @@
-"""Shows a run on the console of rank 0: a live panel on a terminal, else one line for each step.
+"""Shows a run on rank 0's console: a live panel on a terminal, otherwise one line per step.
 
 Model text is shown without markup and control characters, so that a completion can neither colour the screen nor move
 the cursor.
@@ -34,13 +34,13 @@ LABELS = {
     "calibration/error": "calib",
     "rewards/margin": "margin",
 }
-"""Metric -> its label on the console; the label of other metrics is the part of their name before the first `/`."""
+"""Metric name -> console label; other metrics are labelled with the part of their name before the first `/`."""
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Console:
-    """The screen of a run, for rank 0 only; `finish` (or `close`) releases the terminal."""
+    """A run's console output, for rank 0 only; `finish` (or `close`) releases the terminal."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Console:
     ) -> None:
         """Show a run of `total_steps` steps on a stream, by default stdout.
 
-        kind: `live`, `plain`, or `auto`: live when the stream is a terminal. first_step: steps finished before a
-        resume. columns: the metrics to show; those of an evaluation appear after the first evaluation. phases: the
+        kind: `live`, `plain`, or `auto`: live when the stream is a terminal. first_step: number of steps finished
+        before a resume. columns: metrics to show; evaluation metrics appear after the first evaluation. phases: the
         phases of a step, in order; other phases are shown after them.
         """
         if kind not in ("auto", "live", "plain"):
@@ -107,11 +107,11 @@ class Console:
         return self._live is not None
 
     def phase(self, name: str) -> None:
-        """Show `name` as the phase in progress in the panel; "" if no phase is in progress."""
+        """Show `name` as the current phase in the panel; "" means that no phase is in progress."""
         self._phase, self._phase_since = name, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Show a finished step; steps count from 1. A metric without a value is shown as `-`.
+        """Show a finished step (step numbers start at 1). A metric without a value is shown as `-`.
 
         samples: dicts with `prompt`, `completion` and `reward`.
         """
@@ -215,7 +215,7 @@ def plain_line(
 
 
 def phase_times(metrics: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:
-    """Return phase -> seconds: first `phases` in their order, then other phases; the time of the step is left out."""
+    """Return phase -> seconds: first `phases` in their order, then other phases; the step time is omitted."""
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     times.pop("step", None)
     return {name: times[name] for name in [*phases, *times] if name in times}

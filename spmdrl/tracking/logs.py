@@ -1,4 +1,4 @@
-"""Sets up one log file for each rank. Only rank 0 shows log messages on the console, so that ranks do not mix."""
+"""Sets up one log file per rank. Only rank 0 shows log messages on the console, so that ranks' output does not mix."""
 
 import logging
 import os
@@ -11,11 +11,11 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
-    """Send logging and Python warnings of this rank to `<run_dir>/logs/rank_<rank>.log`; return the `spmdrl` logger.
+    """Send this rank's logs and Python warnings to `<run_dir>/logs/rank_<rank>.log`; return the `spmdrl` logger.
 
-    The file gets messages of the `spmdrl` logger of level INFO or higher, and of all other loggers of level WARNING or
-    higher. Rank 0 also shows warnings of `spmdrl` on stderr; other ranks show only uncaught exceptions. May be called
-    again, for another folder.
+    The file receives messages at INFO and above from the `spmdrl` logger, and at WARNING and above from all others.
+    Rank 0 also shows `spmdrl` warnings on stderr; other ranks show only uncaught exceptions. May be called again with
+    another folder.
     """
     path = Path(run_dir) / "logs" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,11 +36,11 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
     root.addHandler(file)
     warnings_logger.addHandler(file)
     ours.setLevel(logging.INFO)
-    # With propagation to root the file would get each line twice, and root may have another library's console handler.
+    # If these propagated to root, the file would get each line twice, and root may have a library's console handler.
     ours.propagate = warnings_logger.propagate = False
     logging.captureWarnings(True)
     if rank != 0:
-        # transformers makes a handler for stderr when it is imported; this variable sets the handler's level.
+        # transformers creates a stderr handler on import; this variable sets the handler's level.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     return ours
 

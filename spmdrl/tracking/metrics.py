@@ -1,6 +1,6 @@
-"""Metrics of one step, accumulated on every rank and reduced by two collectives, and a timer of the step's phases.
+"""Metrics of one step, accumulated on every rank and reduced with two collectives, and a timer for the step's phases.
 
-The module does not use process groups itself: `Metrics.reduce` gets the function that does the all-reduce.
+The module does not use process groups itself: `Metrics.reduce` takes the all-reduce function as an argument.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 MOST_MAXIMA = 62
-"""Maximum number of `add_max` names in a step: a tensor of fixed size holds their values and a digest of all names."""
+"""Maximum number of `add_max` names per step: a fixed-size tensor holds their values and a digest of all names."""
 
 AllReduce = Callable[[torch.Tensor, str], object]
 """Function `all_reduce(tensor, op)` that reduces in place over ranks; `op` is "sum" or "max"."""
@@ -21,9 +21,9 @@ AllReduce = Callable[[torch.Tensor, str], object]
 class Metrics:
     """Weighted means, sums and maxima of named numbers.
 
-    Every rank must add the same names between two calls of `reduce`; a rank without a value adds one with weight 0 (to
-    a sum it adds 0, to a maximum -inf). Values are floats or 0-d tensors; tensors are read only in `reduce` and `dump`,
-    so adding one does not wait for the device.
+    Every rank must add the same names between two calls of `reduce`; a rank without a value adds one with weight 0 (or
+    0 to a sum, -inf to a maximum). Values are floats or 0-d tensors; tensors are read only in `reduce` and `dump`, so
+    adding one does not wait for the device.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Metrics:
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
         """Add a value to the weighted mean `name`: sum(value * weight) / sum(weight) over all calls and ranks."""
         value, weight = _double(value), _double(weight)
-        # A value of weight 0 may be nan (the mean of no numbers), and 0 * nan is nan.
+        # A value with weight 0 may be nan (the mean of an empty tensor), and 0 * nan is nan.
         if isinstance(weight, torch.Tensor):
             product = torch.where(weight == 0, torch.zeros_like(weight), value * weight)
         else:
@@ -54,7 +54,7 @@ class Metrics:
         _, most, _ = self._entry(name, "max", -math.inf)
         value = _double(value)
         if isinstance(value, torch.Tensor) or isinstance(most, torch.Tensor):
-            # A number becomes a tensor on the other's device by a fill, not by a copy, which would wait for the device.
+            # A number is turned into a tensor on the other's device by a fill, since a copy would wait for the device.
             value, most = (
                 x if isinstance(x, torch.Tensor) else y.new_full((), x)  # type: ignore[union-attr]
                 for x, y in ((value, most), (most, value))
@@ -85,13 +85,13 @@ class Metrics:
         self.merge(other)
 
     def scale_sum(self, name: str, factor: float) -> None:
-        """Multiply the current value of a sum by a factor; without such a sum, do nothing."""
+        """Multiply the current value of a sum by a factor; no-op if there is no such sum."""
         if name in self._entries:
             _, total, _ = self._entry(name, "sum", 0.0)
             self._entries[name] = ("sum", total * factor, 0.0)
 
     def prefixed(self, prefix: str) -> "Metrics":
-        """Return an accumulator of the same entries with `prefix` in front of their names."""
+        """Return an accumulator with the same entries and `prefix` prepended to their names."""
         out = Metrics()
         out._entries = {prefix + name: entry for name, entry in self._entries.items()}
         return out
@@ -107,10 +107,10 @@ class Metrics:
 
         The first all-reduce (max) has a fixed size and holds the maxima and a digest of the names; the second (sum)
         depends on the names and runs only if the digests agree, so that ranks with different names fail instead of
-        adding unrelated numbers. Means without weight and maxima without values are left out.
+        adding unrelated numbers. Means with zero total weight and maxima without values are omitted.
 
-        device: device of the tensors that are all-reduced. Raises ValueError on every rank if ranks added different
-        names, or more than MOST_MAXIMA maxima.
+        device: device of the all-reduced tensors. Raises ValueError on every rank if ranks added different names, or
+        more than MOST_MAXIMA maxima.
         """
         entries, self._entries = self._entries, {}
         names = sorted(entries)
@@ -119,7 +119,7 @@ class Metrics:
         if len(maxima) > MOST_MAXIMA:
             raise ValueError(f"{len(maxima)} maxima in one step; at most {MOST_MAXIMA} fit, make some of them means")
 
-        # A digest of 48 bits is exact in fp64. Its largest and smallest value over ranks are equal if all ranks agree.
+        # A digest of 48 bits is exact in fp64. Its maximum and minimum over ranks are equal if all ranks agree.
         text = "\n".join(f"{entries[name][0]} {name}" for name in names)
         digest = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
         head = [digest, -digest, *_read([entries[name][1] for name in maxima])]
@@ -150,7 +150,7 @@ class Metrics:
 
 
 def _read(numbers: list[float | torch.Tensor]) -> list[float]:
-    """Return numbers as floats; those on a device are read together, in one wait."""
+    """Return numbers as floats; those on a device are read together, with a single wait."""
     away = [x for x in numbers if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
     read = iter(torch.stack(away).tolist() if away else ())
     return [next(read) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else float(x) for x in numbers]

@@ -1,6 +1,6 @@
 """Trackers record the metrics of a run in metrics.jsonl, TensorBoard or wandb. Only rank 0 opens them.
 
-A tracker has `log(step, metrics)` and `close()`; steps count from 1. TensorBoard and wandb are imported only if used.
+A tracker has `log(step, metrics)` and `close()`; step numbers start at 1. TensorBoard and wandb are imported on demand.
 """
 
 import json
@@ -19,13 +19,13 @@ class Tracker(Protocol):
         """Record the metrics of one step."""
 
     def close(self) -> None:
-        """Write metrics that are still buffered, and end the record; may be called twice."""
+        """Write buffered metrics and close the tracker; may be called twice."""
 
 
 def cut_lines(path: Path, resume_step: int) -> list[str]:
-    """Remove all lines of a JSONL file but those whose `step` is before resume_step; return the lines that stay.
+    """Keep only the lines of a JSONL file whose `step` is before resume_step, and return them.
 
-    If no line stays, the file is renamed to `<name>.old`, or `.old-1`, `.old-2`, ... if that name is taken.
+    If no lines remain, the file is renamed to `<name>.old`, or `.old-1`, `.old-2`, ... if that name is taken.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -37,7 +37,7 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
     if not kept:
         set_aside(path)
         return kept
-    # The file is replaced by a rename, so that a kill leaves the old or the new file, and never a part of one.
+    # The file is replaced by a rename, so that a kill leaves either the old or the new file, never a partial one.
     part = Path(f"{path}.part")
     part.write_text("".join(kept), encoding="utf-8")
     os.replace(part, path)
@@ -55,24 +55,24 @@ def set_aside(path: Path) -> str:
 
 
 class JsonlTracker:
-    """Writes one JSON object for each step: `{"step": 3, "reward/mean": 0.5, ...}`, with null for nan and infinity.
+    """Writes one JSON object per step: `{"step": 3, "reward/mean": 0.5, ...}`, with null for nan and infinity.
 
     Each line is written at once and flushed, so a reader of a running or killed job sees complete steps. Metrics logged
     for the step of the last line (the evaluation at the end) are added to that line, so that each step has one line.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open the file for appending; its folder is made if it is missing.
+        """Open the file for appending, creating its folder if needed.
 
-        resume_step: first step that will be logged. Lines of this or a later step, and incomplete lines, are dropped.
-        A file in which no line stays belongs to an older run and is renamed by `set_aside`.
+        resume_step: first step to be logged. Lines for this and later steps, and incomplete lines, are dropped. A file
+        with no remaining lines belongs to an older run and is renamed by `set_aside`.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._last: dict[str, Any] = {}
         self._last_at = 0
         if self.path.exists() and self.path.stat().st_size and (kept := cut_lines(self.path, resume_step)):
-            # A finished run that is started again evaluates again, and adds the result to the last line of the file.
+            # A finished run that is restarted evaluates again and adds the result to the file's last line.
             self._last = json.loads(kept[-1])
             self._last_at = self.path.stat().st_size - len(kept[-1].encode())
         self._file = self.path.open("a", encoding="utf-8")
@@ -96,7 +96,7 @@ class TensorBoardTracker:
     """Writes event files into `<run_dir>/tensorboard`."""
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open an event file, in which TensorBoard drops earlier records of steps from `resume_step` on.
+        """Open an event file that makes TensorBoard drop earlier records from step `resume_step` on.
 
         Raises ValueError if tensorboard is not installed.
         """
@@ -123,7 +123,7 @@ def _id_file(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def wandb_id(run_dir: str | os.PathLike[str]) -> str:
-    """Return the wandb id of the run in this folder; empty if it has none."""
+    """Return the wandb id of the run in this folder, or "" if it has none."""
     file = _id_file(run_dir)
     return file.read_text().strip() if file.exists() else ""
 
@@ -142,9 +142,9 @@ class WandbTracker:
     ) -> None:
         """Open a run, or continue the run whose id is in `<run_dir>/wandb/spmdrl_id`; WANDB_MODE sets wandb's mode.
 
-        config: settings without secrets (`dump.to_dict`). resume_step: first step that will be logged; if it is above
-        1, the recorded run continues. wandb keeps the first value of each step, so a step that is repeated after a
-        resume shows the value from before the stop. Raises ValueError if wandb is not installed.
+        config: settings without secrets (`dump.to_dict`). resume_step: first step to be logged; if it is above 1, the
+        recorded run is continued. wandb keeps the first value of each step, so a step repeated after a resume shows the
+        value from before the interruption. Raises ValueError if wandb is not installed.
         """
         try:
             import wandb
@@ -185,9 +185,8 @@ def open_trackers(
     """Open trackers by name, in the order given. Call on rank 0 only.
 
     names: any of `jsonl`, `tensorboard`, `wandb`. project: wandb's project. name: the run's name. config_dict: settings
-    without secrets (`dump.to_dict`). resume_step: first step that will be logged, 0 or 1 for a new run; records of this
-    step and later ones are dropped, except in wandb. Raises ValueError for an unknown name, or a package that is not
-    installed.
+    without secrets (`dump.to_dict`). resume_step: first step to be logged (0 or 1 for a new run); records of this and
+    later steps are dropped, except in wandb. Raises ValueError for an unknown name, or if a package is not installed.
     """
     opened: list[Tracker] = []
     for kind in dict.fromkeys(names):
@@ -203,7 +202,7 @@ def open_trackers(
 
 
 def plain(value: Any) -> Any:
-    """Return the value, but None in place of nan and infinity, which JSON does not have."""
+    """Return the value, with nan and infinity replaced by None because JSON does not have them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
