@@ -25,7 +25,7 @@ from spmdrl.env.terminal import by_hand, by_model, load_player
 
 PROG = "python -m spmdrl.env"
 TEMPLATES = Path(__file__).resolve().parents[1] / "assets" / "environment"
-"""Folder of the templates of the two files that `init` writes. `str.format` fills them in."""
+"""Folder with the templates for the two files that `init` writes. They are filled in with `str.format`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def _init(name: str) -> tuple[Path, Path]:
     """Write `NAME.py` and `test_NAME.py`, and return both paths. `name` may begin with folders, which are created.
 
     Raises:
-        ValueError: `name` is not a valid name of a Python module, another module has it, or one of the files exists.
+        ValueError: `name` is not a valid Python module name, is taken by another module, or one of the files exists.
     """
     path = Path(name.removesuffix(".py"))
     stem = path.name
@@ -95,7 +95,7 @@ def _init(name: str) -> tuple[Path, Path]:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether Python finds a module of this name outside of the working directory."""
+    """Return whether Python finds a module with this name outside the working directory."""
     spec = PathFinder.find_spec(name, [each for each in sys.path if each and Path(each).resolve() != Path.cwd()])
     return spec is not None and spec.loader is not None
 

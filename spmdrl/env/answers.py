@@ -1,4 +1,4 @@
-"""Converts any result of a tool to valid text of bounded length, in time that is linear in the result's size."""
+"""Converts any tool result to valid text of bounded length, in time linear in the result's size."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from spmdrl.data.scores import as_number
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""Control sequences of terminals (ECMA-48, CSI), such as colours."""
+"""Terminal control sequences (ECMA-48, CSI), such as colours."""
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters except tab and newline."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -23,20 +23,20 @@ class BadRewardError(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A result that a tool may return to give a reward for the call, or to end the episode (`done`)."""
+    """A tool result that can also give a reward for the call, or end the episode (`done`)."""
 
     text: Any = ""
-    """Text, or any other value that a tool may return."""
+    """Text, or any other value that a tool can return."""
     reward: float | None = 0.0
     done: bool = False
 
 
 @dataclass(frozen=True)
 class History:
-    """Messages with which `step` replaces the conversation so far, such as a summary of a long conversation."""
+    """Messages that `step` returns to replace the conversation so far, for example with a summary."""
 
     messages: Any
-    """All messages that the policy sees from now on; it answers the last one. A string is a message of the user."""
+    """All messages that the policy sees from now on; it answers the last one. A string is a user message."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class ToolResult:
 
 
 def tool_result(result: object, longest: int, cut: str) -> ToolResult:
-    """Return a tool's result as text. A text of more than `longest` characters is cut, and a note marks the place.
+    """Return a tool's result as text. Text longer than `longest` characters is truncated, and a note marks the cut.
 
-    result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` may have: text, bytes (UTF-8), a JSON
-    value, or another object. Other objects are converted by `str()`, whose errors are not caught. cut: the part of a
-    longer text that is kept: `head` (the beginning), `tail` (the end) or `middle` (both ends).
+    result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` can have: text, bytes (UTF-8), a JSON
+    value, or another object. Other objects are converted by `str()`, whose errors are not caught. cut: which part of a
+    longer text is kept: `head` (the beginning), `tail` (the end) or `middle` (both ends).
 
     Raises:
         BadRewardError: the reward is not a finite number.
@@ -79,7 +79,7 @@ def finite(reward: object) -> float | None:
 
 
 def raw_text(value: object) -> str | bytes:
-    """Return a value as text, without limits on its length or characters. The `str()` of an object may raise."""
+    """Return a value as text, without limiting its length or characters. The `str()` of an object may raise."""
     if value is None:
         return ""
     if isinstance(value, str | bytes):
@@ -96,10 +96,10 @@ def raw_text(value: object) -> str | bytes:
 
 
 def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
-    """Return `raw` as valid text, and whether it was cut because it is longer than `longest`.
+    """Return `raw` as valid text, and whether it was truncated because it is longer than `longest`.
 
-    A note in the text reports a cut to the model. `raw` is cut before it is decoded and cleaned, so the time depends
-    only on `longest`. cut: as in `tool_result`.
+    A note in the text tells the model about the cut. `raw` is cut before it is decoded and cleaned, so the run time
+    depends only on `longest`. cut: as in `tool_result`.
     """
     if len(raw) <= longest:
         return valid(raw), False
@@ -116,7 +116,7 @@ def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
 def valid(raw: str | bytes) -> str:
     """Return text that can be encoded as UTF-8 and has no control characters except tabs and newlines.
 
-    Invalid UTF-8, lone surrogates and control characters become U+FFFD; colour codes of terminals are removed.
+    Invalid UTF-8, lone surrogates and control characters become U+FFFD; terminal colour codes are removed.
     """
     if isinstance(raw, bytes):
         text = raw.decode("utf-8", "replace")

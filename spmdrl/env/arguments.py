@@ -1,4 +1,4 @@
-"""Checks the arguments of a tool call by the tool's JSON schema, and converts them to the types of the schema."""
+"""Checks tool-call arguments against the tool's JSON schema, and converts them to the schema's types."""
 
 import json
 import re
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 SCHEMA_DEPTH = 32
-"""Maximum depth of nesting to which an argument is checked. Deeper values are passed on unchecked."""
+"""Maximum nesting depth to which arguments are checked. Deeper values are passed on unchecked."""
 
 
 class ArgumentsError(ValueError):
-    """The arguments of a call do not fit the tool. The message is sent to the model."""
+    """The call's arguments do not match the tool's schema. The message is sent to the model."""
 
 
 def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool) -> dict[str, Any]:
-    """Return the arguments converted to the types of a tool's schema, such as numbers that were written as text.
+    """Return the arguments converted to the types in a tool's schema, for example numbers written as text.
 
-    function: the tool's schema, with name and parameters. closed: True if arguments that the schema lacks are refused.
+    function: the tool's schema, with name and parameters. closed: True to reject arguments that are not in the schema.
 
     Raises:
-        ArgumentsError: an argument is missing, unknown, or of a wrong type.
+        ArgumentsError: an argument is missing, unknown, or has the wrong type.
     """
     name, schema = function["name"], function.get("parameters", {})
     properties = schema.get("properties") or {}
@@ -27,7 +27,7 @@ def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool)
     out = {}
     for key, value in arguments.items():
         if key in properties:
-            # Models write null for an argument that they mean to leave out.
+            # Models often write null for an argument that they want to omit.
             if value is None and key not in required and not _takes_null(properties[key]):
                 continue
             out[key] = _as(value, properties[key], f"the argument {key} of {name}", 0)
@@ -43,7 +43,7 @@ def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool)
 
 
 def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
-    """Return a JSON value converted to the type of a schema. Unsupported keywords of the schema are ignored."""
+    """Return a JSON value converted to a schema's type. Unsupported schema keywords are ignored."""
     if not isinstance(schema, Mapping) or depth > SCHEMA_DEPTH or (value is None and _takes_null(schema)):
         return value
     options = schema.get("anyOf") or schema.get("oneOf")

@@ -1,4 +1,4 @@
-"""Puzzles of reasoning-gym (https://github.com/open-thought/reasoning-gym) with several attempts."""
+"""Puzzles from reasoning-gym (https://github.com/open-thought/reasoning-gym) with several attempts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,21 +13,21 @@ KEEPS = ("best", "last")
 
 
 class Attempts:
-    """A puzzle that the policy may answer several times. Each wrong attempt but the last is answered by a message.
+    """A puzzle that the policy may answer several times. Each wrong attempt except the last is answered with a message.
 
-    A row of the data source `reasoning-gym:<task>` holds its puzzle in the columns task, config and entry, and all
-    samples of the prompt share that puzzle. For other rows a puzzle is drawn with the row's column `seed`, or else with
-    the seed of the sample. An attempt is the text in `<answer>` tags, or the complete message if it has no tags. It is
-    right if the task gives it the score 1. The reward is the score of the best or of the last attempt (`keep`). Its
-    parts are `first` (the score of the first attempt), `attempts` (the number of attempts) and `format` (the share of
-    attempts with tags).
+    A row from the data source `reasoning-gym:<task>` contains its puzzle in the columns task, config and entry, and all
+    samples of the prompt share it. For other rows a puzzle is generated from the row's `seed` column if present,
+    otherwise from the sample's own seed. An attempt is the text in `<answer>` tags, or the whole message if there are
+    none. It is correct if the task scores it 1. The reward is the score of the best or the last attempt (`keep`). Its
+    parts are `first` (the score of the first attempt), `attempts` (the number of attempts) and `format` (the fraction
+    of attempts with tags).
     """
 
     def __init__(self, task: str, attempts: int = 3, keep: str = "best", **config: Any):
-        """Check and store the settings. task: the name of a task of reasoning-gym.
+        """Check and store the settings. task: name of a reasoning-gym task.
 
-        attempts: maximum number of attempts. keep: the attempt that is rewarded, `best` or `last`. config: settings of
-        the task for rows without a puzzle.
+        attempts: maximum number of attempts. keep: which attempt is rewarded, `best` or `last`. config: task settings
+        for rows without a puzzle.
         """
         try:
             from reasoning_gym.factory import DATASETS

@@ -1,4 +1,4 @@
-"""Types that a pool's callers and its workers share."""
+"""Types shared by a pool's callers and its workers."""
 
 import hashlib
 import json
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from spmdrl.config.environment import EnvironmentConfig
 
 EPISODE: ContextVar[str] = ContextVar("episode", default="")
-"""Name of the current episode, which async functions of environments can read. It is unique among the open episodes,
-and stays the same when an episode is opened again."""
+"""Name of the current episode, readable from an environment's async functions. It is unique among open episodes, and
+does not change when an episode is reopened."""
 
 
 class BrokenError(Exception):
-    """A tool raises this for an error that the model did not cause. The model sees no error; the episode is dropped."""
+    """Raised by a tool for an error that the model did not cause. The model does not see it; the episode is dropped."""
 
 
 class Stateless:
-    """Base of environments without state. An episode begins with its row's prompt, and needs no replay of its turns."""
+    """Base class for stateless environments. An episode starts with its row's prompt and needs no replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Return None, which means that the episode begins with the prompt of the row."""
+        """Return None, which means that the episode starts with the row's prompt."""
 
     def state(self) -> dict[str, Any]:
         """Return an empty state."""
@@ -35,12 +35,12 @@ class Stateless:
 
 @dataclass(frozen=True)
 class Opening:
-    """The values with which an environment is opened for an episode."""
+    """Arguments for opening an environment for an episode."""
 
     name: str
     """Name of the environment, in a form that `forms.load` accepts."""
     row: dict[str, Any]
-    """Columns of the dataset's row as JSON values; `prompt` is a text or a list of messages."""
+    """The dataset row's columns as JSON values; `prompt` is a string or a list of messages."""
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the environment's class."""
@@ -48,29 +48,29 @@ class Opening:
 
 @dataclass
 class Call:
-    """A call of a tool, as the model wrote it."""
+    """A tool call, as written by the model."""
 
     name: str
     arguments: dict[str, Any] | None
     """JSON values by name; None if the call is malformed."""
     id: str = ""
     error: str = ""
-    """Error of a malformed call, a sentence for the model; empty for a valid call."""
+    """Error message for the model if the call is malformed; empty for a valid call."""
     inline: bool = False
-    """True if the call is a block of code, which stays in the content of the message."""
+    """True if the call is a code block, which stays in the message content."""
     late: bool = False
-    """True if the call timed out. A replay of the turn repeats the message about the time-out without calling again."""
+    """True if the call timed out. A replay of the turn repeats the time-out message instead of the call."""
 
 
 @dataclass
 class AssistantTurn:
-    """A parsed turn of the assistant."""
+    """A parsed assistant turn."""
 
     content: str
-    """Text of the turn without its tool calls and its thought (reasoning)."""
+    """The turn's text, without tool calls and thought (reasoning)."""
     calls: list[Call] = field(default_factory=list)
     message: dict[str, Any] = field(default_factory=dict)
-    """The message that `step` gets for this turn. If it is empty, `step` gets the role `assistant` and the content."""
+    """The message passed to `step` for this turn. If empty, `step` gets only the role `assistant` and the content."""
     thought: str = ""
 
 
@@ -79,12 +79,12 @@ class Reply:
     """An environment's answer to one request of the pool."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages to append to the conversation, `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid
-    text. In a reply to `open`, these are all messages of the prompt."""
+    """Messages to append to the conversation, `{"role", "content", "name"?, "tool_call_id"?}`; each content is valid
+    text. In a reply to `open`, these are all prompt messages."""
     anew: bool = False
-    """True if `messages` replace the complete conversation."""
+    """True if `messages` replace the whole conversation."""
     reward: float | None = None
-    """Sum of the rewards that this turn's tool calls and `step` returned; in a reply to `score`, the final reward. None
+    """Sum of the rewards returned by this turn's tool calls and `step`, or the final reward in a reply to `score`. None
     if there is no reward."""
     parts: dict[str, float] = field(default_factory=dict)
     """Parts of the reward by name, in a reply to `score`."""
@@ -95,30 +95,30 @@ class Reply:
     state_key: str = ""
     """Digest of `state_key()` after this turn or after the reset; empty if the environment has no `state_key`."""
     failure: str = ""
-    """Reason for a failure of the environment itself, for the log; the episode is dropped. Empty if it did not fail."""
+    """If the environment itself failed, the reason, for the log; the episode is dropped. Empty otherwise."""
     counts: dict[str, float] = field(default_factory=dict)
-    """Counts of a turn: calls, failed_calls (calls that raised an exception), timeouts, cut (texts that were cut),
-    malformed (calls that could not be made), and seconds (the time of the turn)."""
+    """Per-turn counts: calls, failed_calls (calls that raised an exception), timeouts, cut (truncated texts), malformed
+    (calls that could not be made), and seconds (the turn's duration)."""
     replayed: list[list[dict[str, Any]]] = field(default_factory=list)
     """The environment's messages after each replayed turn, in a reply to `open`."""
     replayed_anew: list[int] = field(default_factory=list)
-    """Indices of the replayed turns whose messages replaced the complete conversation."""
+    """Indices of the replayed turns whose messages replaced the whole conversation."""
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Limits of the environments of a pool, for time, text and memory, and the interpreter of their processes."""
+    """Time, text and memory limits for a pool's environments, and the Python interpreter of its processes."""
 
     timeout_s: float = 30.0
-    """Time limit of a call in seconds, unless the environment defines another `timeout_s`."""
+    """Time limit per call in seconds, unless the environment defines its own `timeout_s`."""
     reward_timeout_s: float = 60.0
     """Time limit of `reward()` in seconds."""
     longest_answer: int = 10_000
-    """Maximum number of characters in a text that a tool or `step` returns; longer texts are cut."""
+    """Maximum number of characters in a text returned by a tool or `step`; longer texts are truncated."""
     cut: str = "middle"
-    """The part of a longer text that is kept: `head` is the beginning, `tail` the end, and `middle` keeps both ends."""
+    """Which part of a longer text is kept: `head` keeps the beginning, `tail` the end, and `middle` both ends."""
     on_timeout: str = "tell"
-    """Effect of a call that times out. `tell`: a message reports it to the model; `end`: the episode also ends."""
+    """What happens when a call times out: `tell` reports it to the model in a message; `end` also ends the episode."""
     memory_mb: int = 0
     """Maximum memory of a worker process in MiB; 0 for no limit."""
     python: str = ""
@@ -139,7 +139,7 @@ class PoolSettings:
 
 
 def limits_of(found: "EnvironmentConfig", python: str = "") -> PoolSettings:
-    """Return a pool's settings for a configured environment. python: if given, replaces the configured interpreter."""
+    """Return the pool settings for a configured environment. python: if set, overrides the configured interpreter."""
     return PoolSettings(
         *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
         *(found.memory_mb, python or found.python),

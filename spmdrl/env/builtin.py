@@ -18,7 +18,7 @@ class _Game:
         Args:
             numbers: the hidden number is between 1 and this number.
             turns: maximum number of guesses in an episode.
-            late: amount by which each wrong guess before the right one reduces the reward.
+            late: reward penalty for each wrong guess before the right one.
         """
         if numbers < 1 or turns < 1 or not 0 <= late * turns <= 1:
             raise ValueError("numbers and turns must be 1 or more, and late from 0 to 1 / turns")
@@ -26,7 +26,7 @@ class _Game:
         self._number, self._used, self._found = 0, 0, False
 
     def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Take the hidden number from the row's column `number`, or draw it with the seed. Return the prompt."""
+        """Take the hidden number from the row's `number` column, or draw it from the seed. Return the prompt."""
         self._number = int(row.get("number") or random.Random(seed).randint(1, self._numbers))
         self._used, self._found = 0, False
         return row.get("prompt") or f"guess 1-{self._numbers}:"
@@ -41,7 +41,7 @@ class _Game:
         return "yes" if self._found else "higher" if guess < self._number else "lower", reward, done
 
     def state(self) -> dict[str, Any]:
-        """Return the hidden number, how many guesses were made, and whether it was found."""
+        """Return the hidden number, the number of guesses made, and whether it was found."""
         return {"number": self._number, "used": self._used, "found": self._found}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -50,8 +50,8 @@ class _Game:
 
 
 class Guess(_Game):
-    """A game of guessing a number. The first number in a message is the guess; the answer to a wrong guess is `higher`
-    or `lower`.
+    """A number-guessing game. The first number in a message is the guess; the answer to a wrong guess is `higher` or
+    `lower`.
 
     The reward is 1 for the right number, minus `late` for each wrong guess before it, and 0 if it is not found. Binary
     search finds each of n numbers within log2(n) + 1 guesses.

@@ -16,7 +16,7 @@ MOST_DIGITS = 60
 """A decimal is printed exactly up to this number of digits after the point, a fraction up to this number of characters.
 """
 WORDS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\u00a0": " "})
-"""Characters that are replaced by Python's operators and spaces."""
+"""Characters that are replaced with Python operators and spaces."""
 OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -111,8 +111,8 @@ def shown(value: Fraction) -> str:
     """Return a number as text.
 
     Whole numbers, and decimals of up to `MOST_DIGITS` digits after the point, are exact. A fraction is followed by its
-    first digits, as in `1/3 (about 0.333333333333333)`. Of a fraction with more than `MOST_DIGITS` characters, only the
-    first digits are returned.
+    first digits, as in `1/3 (about 0.333333333333333)`. For a fraction with more than `MOST_DIGITS` characters, only
+    the first digits are returned.
     """
     if value.denominator == 1:
         return str(value.numerator)

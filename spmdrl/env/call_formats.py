@@ -1,6 +1,6 @@
-"""Parsers of tool calls, one for each form in which models write them: text -> (text without calls, calls).
+"""Tool-call parsers, one for each format that models use: text -> (text without calls, calls).
 
-The docstring of each parser shows the form and names its source. `tools` are OpenAI function schemas: parsers of forms
+Each parser's docstring shows the format and names its source. `tools` are OpenAI function schemas; parsers of formats
 that write values as plain text need them to distinguish `1` from `"1"`.
 """
 
@@ -25,7 +25,7 @@ from spmdrl.env.call_reading import (
 )
 
 CODE = "python"
-"""Name of the tool that a block of code calls; the code is its argument `code`."""
+"""Name of the tool that a code block calls; the code is passed as its argument `code`."""
 
 
 def hermes(text: str, tools: Tools) -> tuple[str, list[Call]]:
@@ -190,8 +190,8 @@ def _python_tag(text: str) -> Call:
 def gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Read an answer in OpenAI's harmony format: calls are messages with a recipient, `to=functions.NAME`.
 
-    gpt-oss: https://github.com/openai/harmony/blob/main/docs/format.md. The returned text does not contain the analysis
-    channel, which the function `analysis` returns.
+    gpt-oss: https://github.com/openai/harmony/blob/main/docs/format.md. The returned text omits the analysis channel,
+    which the function `analysis` returns.
     """
     kept: list[str] = []
     calls: list[Call] = []
@@ -238,9 +238,9 @@ def _messages(text: str) -> list[tuple[str, str]]:
 
 
 def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read blocks of code that begin with ```` ```python ```` as calls of the tool `python`. They stay in the text.
+    """Read code blocks that start with ```` ```python ```` as calls to the tool `python`. They stay in the text.
 
-    Recipes with a code interpreter, such as ReTool (https://arxiv.org/abs/2504.11536), use this form.
+    Recipes with a code interpreter, such as ReTool (https://arxiv.org/abs/2504.11536), use this format.
     """
     calls: list[Call] = []
     at = 0
@@ -257,23 +257,23 @@ def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def none(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read no calls; the text stays unchanged."""
+    """Read no calls, and return the text unchanged."""
     return text, []
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A form in which models write tool calls. The docstring of `read` shows a call and names the source."""
+    """A tool-call format. The docstring of `read` shows a call and names the source."""
 
     read: Callable[[str, Tools], tuple[str, list[Call]]]
     begins: str = ""
-    """The tag that begins the calls of a turn. It also ends a thought whose closing tag is missing."""
+    """The tag that starts a turn's calls. It also ends a thought whose closing tag is missing."""
     shown: str = ""
-    """A tag that identifies this form in chat templates that describe calls but do not render them."""
+    """A tag that identifies this format in chat templates that describe calls but do not render them."""
     opens: tuple[str, ...] = ("",)
-    """A rendered call has this form only if it begins with one of these prefixes. The empty prefix allows any text."""
+    """A rendered call has this format only if it starts with one of these prefixes. An empty one matches any text."""
     thought: Callable[[str], str] | None = None
-    """Function that returns the thought of a turn; None if the form puts thoughts between tags such as `<think>`."""
+    """Function that returns a turn's thought, or None if the format puts thoughts between tags such as `<think>`."""
 
 
 FORMATS: dict[str, CallFormat] = {
@@ -287,5 +287,5 @@ FORMATS: dict[str, CallFormat] = {
     "python": CallFormat(python),
     "none": CallFormat(none),
 }
-"""Forms by name, in the order in which `calls.format_of` tries their parsers. It searches for their tags (`shown`) in
-reverse order, since a template of a later form may contain the tag of an earlier one."""
+"""Formats by name, in the order in which `calls.format_of` tries their parsers. It searches for their tags (`shown`) in
+reverse order, since the template of a later format may contain the tag of an earlier one."""

@@ -1,4 +1,4 @@
-"""Code that the parsers of tool calls share: JSON inside a text, calls between tags, and conversions of values.
+"""Code shared by the tool-call parsers: JSON inside text, calls between tags, and value conversion.
 
 Every parser runs in linear time, because it stops after `MOST_CALLS` calls or failed attempts to read one.
 """
@@ -86,10 +86,10 @@ def arguments_of(value: Any, name: str) -> dict[str, Any]:
 
 
 def python_call(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the function and the arguments of a text `FUNCTION(KEY=VALUE)`, whose values are literals that fit JSON.
+    """Return the function and arguments of a text `FUNCTION(KEY=VALUE)`, whose values are JSON-compatible literals.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text does not have this form.
     """
     try:
         call = ast.parse(text, mode="eval").body
@@ -104,7 +104,7 @@ def python_call(text: str) -> tuple[str, dict[str, Any]]:
 def call_of(value: Any) -> Call:
     """Return the call in a JSON object `{"name", "arguments" (or "parameters"), "id" (optional)}`.
 
-    Raises MalformedError if the value has another form.
+    Raises MalformedError if the value does not have this form.
     """
     if not isinstance(value, dict):
         raise MalformedError('not a JSON object with "name" and "arguments"')
@@ -131,7 +131,7 @@ def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tu
     """Return the text outside of pairs of tags, and the calls inside them.
 
     opening: the tag before a call. closing: the tag after a call, which may be missing at the end of the text; empty if
-    the form has none. read: reads the calls after an opening tag.
+    the format has none. read: reads the calls after an opening tag.
     """
     kept: list[str] = []
     calls: list[Call] = []
@@ -166,9 +166,9 @@ def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
 
 
 def typed(value: str, function: str, key: str, tools: Tools) -> Any:
-    """Convert the text of the argument `key` to the type that it has in the schema of the called function.
+    """Convert the text of the argument `key` to its type in the called function's schema.
 
-    If there are no schemas, text that is valid JSON is read as JSON.
+    If there are no schemas, valid JSON text is parsed as JSON.
     """
     kinds = _kinds(function, key, tools)
     plain = value.strip()

@@ -1,4 +1,4 @@
-"""Reads tool calls in the text of an assistant's turn, in one of the forms of `call_formats.py`."""
+"""Reads tool calls from the text of an assistant turn, in one of the formats in `call_formats.py`."""
 
 import os
 from types import SimpleNamespace
@@ -15,15 +15,15 @@ _PROBE = "zq7probe"
 
 
 def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], str]:
-    """Return the content, the calls and the thought of an assistant's turn. Any text is accepted.
+    """Return the content, calls and thought of an assistant turn. Any text is accepted.
 
     Args:
-        text: the turn, decoded with special tokens but without the token that ends it; `gpt_oss` may have this token.
+        text: the turn, decoded with special tokens but without its end token, which is optional for `gpt_oss`.
         format: a name of `FORMATS`.
-        tools: OpenAI function schemas, which give the types of arguments in forms that write them as plain text.
+        tools: OpenAI function schemas, which supply argument types for formats that write arguments as plain text.
 
     Raises:
-        ValueError: no form has this name.
+        ValueError: no format has this name.
     """
     if format not in FORMATS:
         raise ValueError(f"there is no form of tool calls {format!r}: use one of {', '.join(FORMATS)}")
@@ -37,10 +37,10 @@ def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], s
 
 
 def _apart(text: str, mark: str) -> tuple[str, str]:
-    """Return (thought, remaining text). A thought that begins in the prompt has only a closing tag in the text.
+    """Return (thought, remaining text). A thought that starts in the prompt has only a closing tag in the text.
 
-    mark: the tag that begins calls; may be empty. If the closing tag of a thought follows a call and there is no
-    opening tag, the text has no thought.
+    mark: the tag that starts calls; may be empty. If a thought's closing tag comes after a call and there is no opening
+    tag, the text has no thought.
     """
     for begin, end in _THOUGHT_MARKS:
         start = text.find(begin)
@@ -58,7 +58,7 @@ def _apart(text: str, mark: str) -> tuple[str, str]:
 
 
 def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
-    """Parse an assistant's turn and add the message for chat templates. Arguments and errors are those of `parse`."""
+    """Parse an assistant turn and add the message for chat templates. Arguments and errors are as in `parse`."""
     content, calls, thought = parse(text, format, tools)
     turn = AssistantTurn(content, calls, thought=thought)
     turn.message = as_message(turn)
@@ -69,7 +69,8 @@ def as_message(turn: AssistantTurn) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's form, for chat templates.
 
     Arguments are objects, not JSON text. A malformed call appears in the message without arguments, because the message
-    with the answer must follow a call. Calls from blocks of code are left out, since `content` contains the code.
+    that answers it must follow a call. Tool calls parsed from code blocks are omitted, since `content` already contains
+    the code.
     """
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.thought:
@@ -87,13 +88,13 @@ def as_message(turn: AssistantTurn) -> dict[str, Any]:
 
 
 def format_of(template: str) -> str:
-    """Return the form of the tool calls that a chat template (Jinja text) shows; `none` if it shows no calls.
+    """Return the tool-call format of a chat template (Jinja text), or `none` if it shows no calls.
 
-    The template renders a call, and the first form whose parser reads it correctly is returned. If the rendered text
-    does not contain the call, the form is recognised by the tag `shown` of `CallFormat`.
+    A call is rendered with the template, and the first format whose parser reads it back correctly is returned. If the
+    rendered text does not contain the call, the format is recognised by its tag (`CallFormat.shown`).
 
     Raises:
-        ValueError: the template renders calls in a form that no parser reads.
+        ValueError: the template renders calls in a format that no parser reads.
     """
     shown = _rendered_call(template)
     for name, form in FORMATS.items():
@@ -110,7 +111,7 @@ def format_of(template: str) -> str:
 
 
 def _rendered_call(template: str) -> str:
-    """Return the text that a template adds for an assistant's turn with one call; empty if rendering fails."""
+    """Return the text that a template adds for an assistant turn with one call, or "" if rendering fails."""
     from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 
     call = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {"a": _PROBE}}}

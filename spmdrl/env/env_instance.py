@@ -21,7 +21,7 @@ from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
 
 
 class AnewError(Exception):
-    """Calls that timed out are still running and may change the environment, so the pool must open it again."""
+    """Calls that timed out are still running and may change the environment, so the pool must reopen it."""
 
     def __init__(self, late: list[int], calls: list[asyncio.Future]):
         """late: indices of the calls that timed out. calls: futures of the calls that are still running."""
@@ -31,12 +31,12 @@ class AnewError(Exception):
 
 @dataclass
 class _Answer:
-    """The answer to one turn of the assistant, which is filled in while the turn runs."""
+    """The answer to one assistant turn, filled in while the turn runs."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     anew: bool = False
-    """True if the messages replace the complete conversation."""
+    """True if the messages replace the whole conversation."""
     done: bool = False
     late: list[int] = field(default_factory=list)
     """Indices of the calls that timed out."""
@@ -83,9 +83,9 @@ class EnvInstance:
         return tools
 
     async def open(self, seed: int, state: Any, turns: list[dict], digests: list[str]) -> dict[str, Any]:
-        """Reset the environment, restore it to `state` unless that is None, and run `turns` again.
+        """Reset the environment, restore `state` unless it is None, and replay `turns`.
 
-        digests: known digests of the environment's earlier answers to these turns, which the new answers must match.
+        digests: digests of the environment's previous answers to these turns, which the new answers must match.
         """
         self.typed_tools()
         result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
@@ -190,7 +190,7 @@ class EnvInstance:
         return answer
 
     async def _call(self, index: int, call: dict, answer: _Answer, begins: Callable[[str, float], None]) -> ToolResult:
-        """Return a call's result. All errors become text for the model, but for BrokenError and BadRewardError."""
+        """Return a call's result. All errors except BrokenError and BadRewardError become text for the model."""
         late = LateError(self._seconds)
         try:
             if call["late"]:

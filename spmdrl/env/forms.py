@@ -12,9 +12,9 @@ tool_schemas(), call(name, arguments)     OpenAI function schemas and a function
 reward()                     returns a number, {"score": number, name: number}, or None
 state(), restore(state)      `state` returns a JSON value; `restore` sets it after a reset with the same row and seed
 state_key()                  returns a JSON value that is equal for equal states (GiGPO compares turns in equal states)
-close()                      frees what the environment uses
+close()                      frees the environment's resources
 timeout_s                    time limit of each call, in seconds
-parallel_calls               if False, calls of one turn run one after another, in their order; by default in parallel
+parallel_calls               if False, the calls of a turn run one after another, in order; default: in parallel
 
 Plain (not async) functions run in threads, so signals and time limits that use signals do not work in them.
 """
@@ -55,10 +55,10 @@ PARTS = {
     "close": (),
     "tool_schemas": (),
 }
-"""Methods of an environment that are not tools, with their parameters."""
+"""Environment methods that are not tools, with their parameters."""
 RESERVED = (*PARTS, "tools")
 LIBRARIES: dict[str, ModuleType] = {"gym": gyms, "verl": verl_form}
-"""Modules that wrap environments of other libraries, by `Form.kind`."""
+"""Modules that wrap environments from other libraries, by `Form.kind`."""
 
 
 class SettingsError(ValueError):
@@ -70,7 +70,7 @@ class Form:
     """The environment that a name refers to: a function that makes it, its kind, and a description."""
 
     make: Callable[[dict[str, Any]], Any]
-    """(settings) -> an environment. Raises SettingsError if the settings do not fit."""
+    """(settings) -> an environment. Raises SettingsError if the environment rejects the settings."""
     kind: str
     hello: str
     """A description of the environment for the log."""
@@ -138,7 +138,7 @@ def mcp_settings(name: str) -> dict[str, Any]:
 
 
 def _library(found: Any, name: str) -> Form | None:
-    """Return the form of a class that was written for another library; None if no library accepts it.
+    """Return the form of a class that was written for another library, or None if no library accepts it.
 
     found: the class or a `functools.partial` of it; None for a name that only a library knows, such as `gymnasium:ID`.
     """
@@ -197,7 +197,7 @@ def _class(found: Any, name: str) -> Form | None:
 
 
 def _check_class(kind: type, name: str) -> None:
-    """Check that paired methods, such as `state` and `restore`, are both defined, and that methods fit `PARTS`."""
+    """Check that paired methods, such as `state` and `restore`, are both defined, and that methods match `PARTS`."""
     if not hasattr(kind, "reset"):
         raise ValueError(f"{name} has no reset: write def reset(self, row, seed)")
     for one, other in (("state", "restore"), ("restore", "state"), ("tool_schemas", "call"), ("call", "tool_schemas")):
@@ -228,7 +228,7 @@ def _make(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> An
 
 
 def functions_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the typed functions that are an environment's tools: those of its attribute `tools`, or its methods."""
+    """Return the typed functions that serve as an environment's tools: its attribute `tools`, or its methods."""
     listed = getattr(environment, "tools", None)
     if listed is None:
         return methods_of(environment, RESERVED)

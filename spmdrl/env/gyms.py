@@ -1,9 +1,9 @@
-"""Wraps environments of Gymnasium, old Gym, skyrl-gym, TextArena and reasoning-gym, named by a prefix or by a class.
+"""Wraps environments from Gymnasium, old Gym, skyrl-gym, TextArena and reasoning-gym, given by a prefix or a class.
 
-reasoning_gym:TASK   a puzzle of reasoning-gym with several attempts (settings: attempts, keep, and those of the task)
-gymnasium:ID         an environment in Gymnasium's registry; the settings are keywords of `gymnasium.make`
+reasoning_gym:TASK   a reasoning-gym puzzle with several attempts (settings: attempts, keep, and the task's own)
+gymnasium:ID         an environment in Gymnasium's registry; the settings are keyword arguments for `gymnasium.make`
 skyrl_gym:ID         an environment in skyrl-gym's registry (settings: env_config, max_turns)
-textarena:ID         a game for one player in TextArena's registry; the settings are keywords of the game
+textarena:ID         a single-player game in TextArena's registry; the settings are the game's keyword arguments
 file.py:Class        a class of one of these libraries, or a class with the methods of Gymnasium or Gym
 """
 
@@ -27,7 +27,7 @@ PACKAGES = {
     "skyrl_gym": "skyrl-gym",
     "textarena": "textarena",
 }
-"""Names of packages for `pip install`, by the prefix of an environment's name. The prefix is the name of the module."""
+"""Package names for `pip install`, by environment-name prefix. The prefix is the module name."""
 HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 WHOLE = re.compile(r"-?\d+")
 Step = tuple[list[dict] | str | None, float | None, bool]
@@ -48,7 +48,7 @@ def wrap(target: object, settings: dict[str, Any]) -> "Attempts | Gym | Skyrl | 
     """Make an environment from a name with a prefix, or from a class or partial that `is_mine` recognised.
 
     Raises:
-        ValueError: the package or the environment is missing, or the environment refuses the settings.
+        ValueError: the package or the environment is missing, or the environment rejects the settings.
     """
     if isinstance(target, str):
         kind, name = _prefix(target), target
@@ -91,10 +91,10 @@ def _prefix(name: str) -> str:
 def _kind(target: type) -> str:
     """Return the library whose interface a class has, or "".
 
-    A subclass of a library's class has the interface of that library; old Gym counts as Gymnasium. Another class with
-    `step` and `reset` has Gymnasium's interface if it has `action_space`, or if `reset` has no parameters but `seed`
-    and `options` and `step` takes something other than `message`. The second condition excludes TRL's classes, whose
-    `reset` takes the columns of a row, and this project's, whose `step` takes `message`.
+    A subclass of a library's class has that library's interface; old Gym counts as Gymnasium. Any other class with
+    `step` and `reset` has Gymnasium's interface if it has `action_space`, or if `reset` has no parameters other than
+    `seed` and `options` and `step` takes something other than `message`. The second condition excludes TRL's classes,
+    whose `reset` takes a row's columns, and this project's, whose `step` takes `message`.
     """
     roots = {base.__module__.partition(".")[0] for base in target.__mro__}
     for kind in ("skyrl_gym", "textarena", "gymnasium"):
@@ -113,17 +113,17 @@ def _kind(target: type) -> str:
 
 
 class Gym:
-    """A text environment of Gymnasium (https://gymnasium.farama.org/api/env), or of Gym before 0.26.
+    """A text environment from Gymnasium (https://gymnasium.farama.org/api/env), or from Gym before 0.26.
 
-    Observations and actions are texts. With a Discrete action space the action is the last whole number in a message;
-    if it is missing or out of range, the model gets a message about that, and the environment takes no step. With
+    Observations and actions are text. With a Discrete action space, the action is the last integer in a message; if it
+    is missing or out of range, the model gets a message saying so, and the environment takes no step. With
     `render_mode="ansi"` the model sees the rendered text, with highlighted characters in brackets. The seed is the
-    row's column `seed`, which all samples of a prompt share, or without that column the seed of the sample. The row's
-    column `options`, a mapping, is passed to `reset`.
+    row's `seed` column if present (shared by all samples of a prompt), otherwise the sample's own seed. The row's
+    `options` column, a mapping, is passed to `reset`.
     """
 
     def __init__(self, env: Any, name: str):
-        """Wrap the environment `env`. Raises ValueError if its actions are neither texts nor whole numbers."""
+        """Wrap the environment `env`. Raises ValueError if its actions are neither text nor integers."""
         self._env = env
         space: Any = getattr(env, "action_space", None)
         self._range: range | None = None
@@ -180,15 +180,15 @@ class Gym:
 
 
 class Skyrl:
-    """An environment of skyrl-gym (https://github.com/NovaSky-AI/SkyRL), a subclass of its BaseTextEnv.
+    """An environment from skyrl-gym (https://github.com/NovaSky-AI/SkyRL), a subclass of its BaseTextEnv.
 
-    As in skyrl-gym's generator, each episode makes a new environment. The environment gets `env_config` from the
-    settings, and the row's columns except `prompt` and `env_class` as `extras`. If it returns a `postprocessed_action`,
-    this is ignored, since sampled tokens are never changed. The numbers of `get_metrics` are parts of the reward.
+    As in skyrl-gym's generator, each episode creates a new environment. It gets `env_config` from the settings, and the
+    row's columns except `prompt` and `env_class` as `extras`. If it returns a `postprocessed_action`, that is ignored,
+    since sampled tokens are never changed. The numbers in `get_metrics()` become parts of the reward.
     """
 
     def __init__(self, make: Callable[..., Any], settings: dict[str, Any]):
-        """make: constructor of the environment. settings: `env_config`, `max_turns`, and further keywords of `make`."""
+        """make: constructor of the environment. settings: `env_config`, `max_turns`, and other arguments of `make`."""
         self._make, self._settings, self._env = make, settings, None
 
     def reset(self, row: dict, seed: int) -> list[dict]:
@@ -203,7 +203,7 @@ class Skyrl:
         return [dict(each) for each in messages]
 
     def step(self, message: dict) -> Step:
-        """Run the text of a message as action. Return (observations, reward, whether the episode is done)."""
+        """Use the text of a message as the action. Return (observations, reward, whether the episode is done)."""
         assert self._env is not None, "reset must be called first"
         out = self._env.step(message.get("content") or "")
         if lacking := [key for key in ("observations", "reward", "done") if key not in out]:
@@ -234,13 +234,13 @@ class _Config(dict):
 
 
 class TextArena:
-    """A game for one player from TextArena (https://github.com/LeonGuertler/TextArena).
+    """A single-player game from TextArena (https://github.com/LeonGuertler/TextArena).
 
     At each turn, a game's observation wrappers return earlier observations again, usually the whole history. Therefore
     only new observations are read, from the unwrapped game and without the player's moves, which the conversation
     already contains. The game's action wrappers are still used. The game gives its reward when it ends. Games draw from
-    Python's global random generator, so each game gets a separate state of it, seeded by the row's column `seed`, which
-    all samples of a prompt share, or by the seed of the sample.
+    Python's global random generator, so each game gets its own generator state, seeded with the row's `seed` column if
+    present (shared by all samples of a prompt), otherwise with the sample's own seed.
     """
 
     _one_at_a_time = threading.Lock()
@@ -252,7 +252,7 @@ class TextArena:
             self._env = make()
 
     def reset(self, row: dict, seed: int) -> list[dict]:
-        """Begin a game for one player. Return the row's prompt with the game's first observation."""
+        """Start a single-player game. Return the row's prompt with the game's first observation."""
         seed = seed_of(row, seed)
         self._random = random.Random(seed).getstate()
         with self._own_random():
@@ -275,7 +275,7 @@ class TextArena:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Let the game draw from its separate random state in this context. A process runs one game at a time."""
+        """Let the game draw from its own random state in this context. A process runs one game at a time."""
         with self._one_at_a_time:
             before = random.getstate()
             random.setstate(self._random)

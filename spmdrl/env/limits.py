@@ -9,18 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 THREADS = 128
-"""Maximum number of plain (not async) functions that run at the same time in a process. Further calls wait in a queue;
-their time limits begin when they leave it."""
+"""Maximum number of plain (not async) functions that run at the same time in a process. Additional calls wait in a
+queue, and their time limits start when they leave it."""
 GONE_WITHIN = 1.0
-"""Maximum number of seconds that a call may continue after its time limit. If it takes longer, its process must exit,
-since Python cannot end a thread."""
+"""Maximum number of seconds that a call may keep running after its time limit. If it takes longer, its process must
+exit, since Python cannot kill a thread."""
 
 
 class LateError(Exception):
-    """A call did not answer within its time limit."""
+    """A call did not return within its time limit."""
 
     def __init__(self, seconds: float, call: asyncio.Future | None = None):
-        """seconds: the limit. call: the call if it still runs and may change its environment, else None."""
+        """seconds: the limit. call: the call if it is still running and may change its environment, else None."""
         super().__init__(f"did not answer within {seconds:g} s")
         self.call = call
 
@@ -38,7 +38,7 @@ class Limits:
     """Runs calls with time limits, and reports calls that hang."""
 
     def __init__(self, hangs: Callable[[str], None]):
-        """hangs: called with the name of a call that still runs `GONE_WITHIN` seconds after its time limit."""
+        """hangs: called with the name of a call that is still running `GONE_WITHIN` seconds after its time limit."""
         self._hangs = hangs
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         self._free = asyncio.Semaphore(THREADS)

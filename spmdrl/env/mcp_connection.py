@@ -1,6 +1,6 @@
 """Connections to MCP servers. All connections of a process share one event loop, which runs in a separate thread.
 
-The protocol: https://modelcontextprotocol.io/specification. The client is that of the official Python SDK, which is
+The protocol: https://modelcontextprotocol.io/specification. The client comes from the official Python SDK, which is
 asynchronous.
 """
 
@@ -22,21 +22,21 @@ from spmdrl.config.dump import LEAST, REDACTED, redact, redact_text
 from spmdrl.workers import in_child
 
 SHOWN = 300
-"""Maximum number of characters of a command, and of a server's standard error, that messages show."""
+"""Maximum number of characters of a command, or of a server's standard error, shown in messages."""
 MOST_PAGES = 100
-"""Maximum number of pages that are read of a server's list of tools."""
+"""Maximum number of pages to read from a server's tool list."""
 T = TypeVar("T")
 
 
 class McpError(RuntimeError):
-    """A call of a tool failed. The message gives the reason, without secrets."""
+    """A tool call failed. The message gives the reason, without secrets."""
 
 
 class Connection:
     """A connection to an MCP server. One task of the event loop opens and closes it."""
 
     def __init__(self, words: list[str], url: str, env: dict[str, str], headers: dict[str, str], only: tuple[str, ...]):
-        """words: the command that starts the server. The other arguments are those of `Mcp`."""
+        """words: the command that starts the server. The other arguments are as in `Mcp`."""
         self.words, self.url, self.env, self.headers, self.only = words, url, env, headers, only
         self.name = redact_text(url) if url else _shown(words)
         self.schemas: list[dict[str, Any]] = []
@@ -94,7 +94,7 @@ class Connection:
 
     @asynccontextmanager
     async def _watched(self, transport: Any) -> AsyncIterator[Any]:
-        """Set `ended` when the server ends, so that the next call opens another connection."""
+        """Set `ended` when the server ends, so that the next call opens a new connection."""
         async with transport as (read, write):
             yield Watched(read, self), write
 
@@ -135,7 +135,7 @@ class Connection:
             raise
 
     async def leave(self) -> None:
-        """End the connection in the background. The server has a few seconds to exit."""
+        """Close the connection in the background. The server has a few seconds to exit."""
         self.ended = True
         self.over.set()
         if self.task is not None and not self.ready.is_set():
@@ -157,7 +157,7 @@ class Connection:
         return redact_text(" ".join(self.without_secrets(text).split()))[-SHOWN:]
 
     def without_secrets(self, text: str) -> str:
-        """Return the text without the values of the server's environment variables and of the HTTP headers."""
+        """Return the text without the values of the server's environment variables and HTTP headers."""
         for value in {*self.env.values(), *self.headers.values()}:
             if len(value) >= LEAST:
                 text = text.replace(value, REDACTED)
@@ -165,7 +165,7 @@ class Connection:
 
 
 class Watched:
-    """The SDK's stream of a server's messages. When the stream ends, the connection is marked as ended."""
+    """The SDK's stream of messages from a server. When the stream ends, the connection is marked as ended."""
 
     def __init__(self, inner: Any, connection: Connection):
         self.inner, self.connection = inner, connection

@@ -1,4 +1,4 @@
-"""Makes an environment from a server of the Model Context Protocol (MCP), whose tools the environment offers."""
+"""Makes an environment that offers the tools of a Model Context Protocol (MCP) server."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import Connection, McpError, on_loop, text_of
 
 QUEUE_SECONDS = 3600.0
-"""Maximum number of seconds that an episode waits in the queue until its server may start."""
+"""Maximum number of seconds that an episode waits in the queue before its server is started."""
 _starting = threading.BoundedSemaphore(4)
 """Limits the number of servers that a process starts at the same time."""
 
@@ -57,16 +57,16 @@ class Mcp:
 
         Args:
             command: command that starts a server, which communicates over standard input and output.
-            url: address of a server over HTTP, instead of a command.
-            env: environment variables of the server's process, in addition to PATH, HOME and a few others. A value
-                `$NAME` is replaced by the variable NAME of this process, so that files of settings need no secrets.
-            headers: headers of each HTTP request. A value `$NAME` is replaced as in `env`.
+            url: URL of an HTTP server, used instead of a command.
+            env: environment variables for the server's process, in addition to PATH, HOME and a few others. A value
+                `$NAME` is replaced by this process's variable NAME, so that settings files need no secrets.
+            headers: headers for each HTTP request. A value `$NAME` is replaced as in `env`.
             only: names of the tools to offer; empty offers all.
-            shared: True if all episodes of this process use one connection. Use it only if the server keeps no state of
-                a conversation.
-            timeout: time limit of a call, in seconds.
-            connect: time limit in seconds from the start of a server until it has listed its tools. A process starts at
-                most four servers at the same time; the wait for a start does not count.
+            shared: True to share one connection between all episodes of this process. Use it only if the server keeps
+                no per-conversation state.
+            timeout: time limit per call, in seconds.
+            connect: time limit in seconds for a server to start and list its tools. A process starts at most four
+                servers at the same time; the wait in this queue does not count.
         """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         if bool(words) == bool(url):
@@ -85,7 +85,7 @@ class Mcp:
         self.slot = _shared.setdefault(key, Slot()) if shared else Slot()
 
     def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row, and connect to the server.
+        """Start an episode with its row's prompt, and connect to the server.
 
         Raises:
             BrokenError: the server does not start or does not follow the protocol; the message gives the reason.
@@ -102,7 +102,7 @@ class Mcp:
 
         Raises:
             McpError: the tool failed, or the server ended or did not answer.
-            BrokenError: the server could not be started again.
+            BrokenError: the server could not be restarted.
         """
         connection = self._connected()
         try:

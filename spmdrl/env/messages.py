@@ -1,4 +1,4 @@
-"""Reads the messages of a row's prompt, and checks the messages and errors that come from an environment's code."""
+"""Reads a row's prompt messages, and checks messages and errors that come from an environment's code."""
 
 import json
 from typing import Any
@@ -7,10 +7,10 @@ from spmdrl.config.user_code import error_text
 from spmdrl.env.answers import cut_text, joined, raw_text
 
 OPENING = "prompt_messages"
-"""Key of a row under which the sampler passes all messages of the prompt, system message and history included."""
+"""Row key under which the sampler passes all prompt messages, including the system message and history."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message that chat templates read; their values must be texts."""
+"""Message keys that chat templates read; their values must be strings."""
 
 
 class FailedError(Exception):
@@ -18,7 +18,7 @@ class FailedError(Exception):
 
 
 def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
-    """Return messages with valid text, and how many texts were cut. A string becomes a message of the user.
+    """Return messages with valid text, and the number of truncated texts. A string is converted to a user message.
 
     what: name of the environment's function that returned the value. longest, cut: as in `answers.cut_text`.
 
@@ -51,7 +51,7 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
 
 
 def _wrong(message: dict[str, Any]) -> str:
-    """Return the mistake in a message's keys other than role and content; empty if there is none."""
+    """Return what is wrong with a message's keys other than role and content, or "" if nothing is."""
     for key in TEXTS:
         if not isinstance(message.get(key, ""), str | None):
             return f"whose {key} is not text: {str(message[key])[:100]!r}"
@@ -79,7 +79,7 @@ def _wrong(message: dict[str, Any]) -> str:
 
 
 def type_name(value: object) -> str:
-    """Return the name of a value's type, with the length if it is a tuple or list."""
+    """Return a value's type name, with the length for a tuple or list."""
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
 
 
@@ -92,7 +92,7 @@ def text_of_error(error: BaseException) -> str:
 
 
 def prompt_of(row: dict) -> list[dict]:
-    """Return the messages of a row's prompt. A string becomes a message of the user."""
+    """Return a row's prompt messages. A string is converted to a user message."""
     prompt = row.get(OPENING) or row.get("prompt") or []
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
 
@@ -100,7 +100,8 @@ def prompt_of(row: dict) -> list[dict]:
 def opening(row: dict, text: str) -> list[dict]:
     """Return the row's prompt, followed by the first observation `text`.
 
-    The observation is appended to the prompt's last message if that is a user's text; else it is a separate message.
+    The observation is appended to the last prompt message if that is a user message with text, and is a separate
+    message otherwise.
     """
     messages = prompt_of(row)
     if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
@@ -110,9 +111,9 @@ def opening(row: dict, text: str) -> list[dict]:
 
 
 def seed_of(row: dict, seed: int) -> int:
-    """Return the seed of an episode, below 2^31: the row's column `seed` if there is one, else the seed of the sample.
+    """Return an episode's seed, below 2^31: the row's `seed` column if present, otherwise the sample's own seed.
 
-    All samples of a prompt have the same row, so they begin in the same state. seed: the seed of the sample.
+    With that column, all samples of a prompt start in the same state, as they share the row. seed: the sample's seed.
     """
     own = row.get("seed")
     if own is None:

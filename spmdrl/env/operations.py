@@ -1,6 +1,6 @@
-"""Makes tools from typed functions, with function schemas in OpenAI's format.
+"""Makes tools with OpenAI function schemas from typed functions.
 
-A schema equals that of transformers' `get_json_schema` without the type of the result, which calls do not need.
+A schema equals the one from transformers' `get_json_schema`, minus the return type, which calls do not need.
 `get_json_schema` itself is not used, because transformers would import torch, which workers do not load.
 """
 
@@ -43,7 +43,7 @@ class Tool:
     by_keyword: bool = True
     """True if `function` takes the arguments as keywords, False if it takes them as one dict."""
     closed: bool = True
-    """True if arguments that the schema does not name are refused."""
+    """True to reject arguments that the schema does not name."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Tool:
         return self.schema["function"]["name"]
 
     def bound(self, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Return a function without arguments that makes the call. Raises ArgumentsError if the schema forbids it."""
+        """Return a zero-argument function that makes the call. Raises ArgumentsError if the schema forbids the call."""
         fitting = fitted(self.schema["function"], arguments, self.closed)
         return partial(self.function, **fitting) if self.by_keyword else partial(self.function, fitting)
 
@@ -60,8 +60,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """Return a tool that calls a typed function.
 
     Raises:
-        ValueError: the function has no docstring; or it has an argument that can only be given by position, or one
-            whose type is missing or cannot be expressed in JSON.
+        ValueError: the function has no docstring, or it has a positional-only argument, or one whose type is missing or
+            cannot be expressed in JSON.
     """
     name = getattr(function, "__name__", type(function).__name__)
     doc = inspect.getdoc(function) if hasattr(function, "__name__") else None
@@ -102,9 +102,9 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..., Any]]:
-    """Return the public methods that have a docstring, in the order of the source code.
+    """Return the public methods that have a docstring, in source order.
 
-    reserved: names of methods that are left out.
+    reserved: names of methods to skip.
     """
     names: dict[str, None] = {}
     for kind in reversed(type(environment).__mro__[:-1]):
@@ -136,7 +136,7 @@ def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
 def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
     """Return a tool's schema in OpenAI's format, from a schema in that format or only its inner object `function`.
 
-    Raises ValueError if the schema has another form. owner: the tool's origin, for the error message.
+    Raises ValueError if the schema has neither form. owner: the tool's origin, for the error message.
     """
     bare = schema.get("function", schema) if isinstance(schema, Mapping) else None
     if not isinstance(bare, Mapping) or not isinstance(bare.get("name"), str) or not bare["name"]:
@@ -186,7 +186,7 @@ def _typed(hint: Any, what: str) -> dict[str, Any]:
 
 
 def _descriptions(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the descriptions of a function and of its arguments by name, from a docstring without indentation.
+    """Return the descriptions of a function and of its arguments by name, from a dedented docstring.
 
     The docstring follows Google's style: https://google.github.io/styleguide/pyguide.html, section 3.8.
     """

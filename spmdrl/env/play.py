@@ -32,14 +32,14 @@ class Play:
             raise
 
     def open(self, row: dict[str, Any] | None = None, seed: int = 0) -> Reply:
-        """End the current episode, and begin another. Return a reply with the first messages and the tools."""
+        """End the current episode, and start another. Return a reply with the first messages and the tools."""
         self._close()
         self.pool.open(0, Opening(self.name, row or {}, seed, self.settings))
         self.opened = True
         return self._answer()
 
     def say(self, content: str = "", *calls: Call) -> Reply:
-        """Send an assistant's turn that consists of text, calls, or both. Return the environment's reply."""
+        """Send an assistant turn that consists of text, calls, or both. Return the environment's reply."""
         return self.turn(AssistantTurn(content, list(calls)))
 
     def call(self, name: str, **arguments: Any) -> Reply:
@@ -47,7 +47,7 @@ class Play:
         return self.say("", Call(name, arguments, "call00000"))
 
     def turn(self, turn: AssistantTurn) -> Reply:
-        """Send a parsed turn of the assistant and return the environment's reply."""
+        """Send a parsed assistant turn and return the environment's reply."""
         self.pool.say(0, turn)
         return self._answer()
 

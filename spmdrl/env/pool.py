@@ -1,4 +1,4 @@
-"""Runs environments in processes that can be killed, so that faulty code can only make its own conversation fail.
+"""Runs environments in processes that can be killed, so that faulty code fails only its own conversation.
 
 The caller's side uses neither threads nor pickle: it exchanges JSON lines with each process over non-blocking pipes.
 Each process enforces the time limits of its calls; the pool kills a process that fails to do so.
@@ -20,16 +20,16 @@ log = logging.getLogger("spmdrl")
 
 
 class Pool:
-    """Environments that are open in `workers` processes. Only the thread that makes a pool may use it, and the
-    processes die with this thread.
+    """A pool of environments that are open in `workers` processes. Only the thread that creates a pool may use it, and
+    the processes die with this thread.
 
-    Each environment works on one request at a time; `poll` returns the replies. An environment that failed answers
-    every further request with its failure until it is closed.
+    Each environment works on one request at a time; `poll` returns the replies. A failed environment answers every
+    later request with its failure until it is closed.
 
-    When a call exceeds its time limit and cannot be cancelled, its environment is opened anew, by `restore` or by
-    running its turns again, and the current turn is run again without the call. If the call still runs a second later,
+    When a call exceeds its time limit and cannot be cancelled, its environment is reopened, by `restore` or by
+    replaying its turns, and the current turn is rerun without the call. If the call is still running a second later,
     its process takes no new requests and exits after its current ones. When a process dies or hangs, the requests that
-    may be at fault run again one by one, to find the one that is.
+    may have caused this are rerun one at a time to find the culprit.
     """
 
     def __init__(self, workers: int, settings: PoolSettings | None = None):
@@ -37,7 +37,7 @@ class Pool:
         if workers < 1:
             raise ValueError(f"the number of processes for environments must be 1 or more, not {workers}")
         self.tools: dict[str, list[str]] = {}
-        """Names of the tools of each environment that `check` loaded, without tools that are added in `reset`."""
+        """Tool names of each environment that `check` loaded, excluding tools that are added in `reset`."""
         self._next = 0
         self._records: dict[Hashable, Record] = {}  # records of the open environments, by the caller's key
         self._under_way: dict[int, Record] = {}  # records with an unanswered request, by its number
@@ -55,7 +55,7 @@ class Pool:
         return len(self._under_way) + len(self._done)
 
     def check(self, name: str, settings: dict[str, Any] | None = None) -> str:
-        """Make an environment once to check that this works; return a description of it for the log.
+        """Make an environment once, as a check; return a description of it for the log.
 
         Raises:
             ValueError: no environment has this name, or it cannot be made with these settings.
@@ -71,7 +71,7 @@ class Pool:
         return record.state
 
     def open(self, key: Hashable, opening: Opening, replayed: Sequence[AssistantTurn] = (), state: Any = None) -> None:
-        """Reset an environment, then restore it to `state`, or if `state` is None run the turns `replayed` again.
+        """Reset an environment, then restore it to `state`, or replay the turns in `replayed` if `state` is None.
 
         key: identifies the environment in all further calls and in messages, such as (prompt, sample).
         """
@@ -81,7 +81,7 @@ class Pool:
         self._request(record, "open")
 
     def say(self, key: Hashable, turn: AssistantTurn) -> None:
-        """Run a turn of the assistant: make its calls, in parallel if the environment allows that, then call `step`.
+        """Run an assistant turn: make its calls, in parallel if the environment allows that, then call `step`.
 
         Sets `late` in the calls of `turn` that exceed their time limit, so that a replay does not repeat them.
         """
@@ -95,7 +95,7 @@ class Pool:
         """Return the environment's state after the last reply, a JSON value that `open` can restore.
 
         While a turn is running, this is the state before the turn, so the turn must be sent again after the state is
-        restored. Return None if the environment must be opened by a replay of its turns.
+        restored. Return None if the environment must be reopened by replaying its turns.
         """
         record = self._records[key]
         return None if record.turns or record.failure else record.state
@@ -125,7 +125,7 @@ class Pool:
         return done
 
     def shutdown(self) -> None:
-        """End the processes, after a short time for environments to clean up. May be called twice."""
+        """Shut down the processes, after giving environments a short time to clean up. May be called twice."""
         self._processes.shutdown()
         self._records, self._under_way, self._done = {}, {}, []
 
@@ -160,7 +160,7 @@ class Pool:
             self._fail(record, f"cannot be used: its row, settings, turns or state are not JSON: {e}")
 
     def _detach(self, record: Record) -> None:
-        """Detach a record from its process, so that its next request opens the environment again."""
+        """Detach a record from its process, so that its next request reopens the environment."""
         process, record.worker = record.worker, None
         if process is not None:
             self._processes.leave(process)
@@ -221,20 +221,20 @@ class Pool:
             if record in late and (record is self._suspect or len(late) == 1):
                 self._drop_late_calls(record)
             elif record in late:
-                # One call blocked all requests of the process. Each request runs again alone, to find the one at fault.
+                # One call blocked all requests of the process. Each request is rerun alone, to find the culprit.
                 self._suspects.append(record)
             elif process.ready or record.begun:
                 innocent.append(record)
             else:
                 self._fail(record, f"was not loaded within {START_SECONDS:.0f} s")
         self._next_suspect()
-        # The other requests run again in a separate process, which takes no new requests that could disturb them.
+        # The other requests are rerun in a separate process, which takes no new requests that could disturb them.
         aside = self._processes.aside() if innocent else None
         for record in innocent:
             self._run(record, aside)
 
     def on_exit(self, process: Host, how: str) -> None:
-        """Replace a process that ended by itself. Run its open requests again, one by one unless a call hung in it."""
+        """Replace a process that exited on its own. Rerun its open requests, one at a time unless a call hung in it."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
             raise PoolError(f"a process that runs environments ended {how} before it was ready: see its output above")
@@ -251,7 +251,7 @@ class Pool:
         self._next_suspect()
 
     def _drop_late_calls(self, record: Record) -> None:
-        """Run a request again without the calls that had exceeded their limits when the process was killed."""
+        """Rerun a request without the calls that had exceeded their time limits when the process was killed."""
         what, _, call = record.begun[-1]
         if record.turn is None or call < 0:
             return self._fail(record, f"did not answer in {what} within its limit")
@@ -281,7 +281,7 @@ class Pool:
                     self._detach(record)
 
     def _replace(self, process: Host) -> list[Record]:
-        """Replace a process by a new one, and return the records whose requests it had not answered."""
+        """Replace a process with a new one, and return the records whose requests it had not answered."""
         self._processes.replace(process)
         there = [record for record in self._records.values() if record.worker is process]
         for record in there:

@@ -12,7 +12,7 @@ from spmdrl_sandbox.warm import Warm
 
 
 class Sandboxes:
-    """Keeps idle sandboxes of this process for later programs, by provider. May be used from several threads."""
+    """Keeps this process's idle sandboxes for later programs, by provider. Thread-safe."""
 
     def __init__(self) -> None:
         self.idle: dict[str, list[Warm]] = {}
@@ -34,7 +34,7 @@ class Sandboxes:
             self.idle.setdefault(provider, []).append(warm)
 
     def close(self) -> None:
-        """End the idle sandboxes."""
+        """Shut down the idle sandboxes."""
         with self.lock:
             idle, self.idle = [warm for each in self.idle.values() for warm in each], {}
         for warm in idle:
@@ -52,9 +52,9 @@ class Python(Stateless):
         """Store the settings.
 
         Args:
-            provider: the kind of sandbox, a value of `--sandbox.provider`.
-            seconds: maximum wall time of a program, in seconds.
-            memory_mib: maximum memory of a program, in MiB.
+            provider: sandbox type, a value of `--sandbox.provider`.
+            seconds: maximum wall time per program, in seconds.
+            memory_mib: maximum memory per program, in MiB.
         """
         self.provider = provider
         self.limits = Limits(seconds=seconds, cpu_seconds=max(1, round(seconds)), memory_mib=memory_mib)
@@ -77,7 +77,7 @@ class Python(Stateless):
 
 
 class PythonSession:
-    """The tool `python` in a session that keeps variables between calls. A resumed episode runs its programs again."""
+    """The tool `python` in a session that keeps variables between calls. A resumed episode reruns its programs."""
 
     parallel_calls = False
 
@@ -87,8 +87,8 @@ class PythonSession:
         """Store the settings.
 
         Args:
-            provider: the kind of sandbox, a value of `--sandbox.provider`.
-            seconds: maximum wall time of a call, in seconds.
+            provider: sandbox type, a value of `--sandbox.provider`.
+            seconds: maximum wall time per call, in seconds.
             memory_mib: maximum memory of the session, in MiB.
             lifetime: maximum wall time of a session, in seconds.
         """
@@ -100,7 +100,7 @@ class PythonSession:
         self.lock = threading.Lock()
 
     def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row and without variables."""
+        """Start an episode with its row's prompt and no variables."""
         self.close()
 
     def python(self, code: str) -> str:

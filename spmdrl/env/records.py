@@ -1,4 +1,4 @@
-"""Records on the caller's side, from which environments can be opened again, and the processes that run them."""
+"""Caller-side records from which environments can be reopened, and the processes that run them."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -9,11 +9,11 @@ from spmdrl.env.base import AssistantTurn, Opening, PoolSettings, digest
 from spmdrl.workers.processes import Listener, Process, Processes
 
 GRACE = 1.0
-"""Maximum number of seconds that a process may be silent after its deadline. After that it is killed."""
+"""Maximum number of seconds that a process may be silent after its deadline before it is killed."""
 
 
 class PoolError(RuntimeError):
-    """Processes for environments could not be started."""
+    """The processes that run environments could not be started."""
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Host(Process):
 
 
 class Hosts(Processes[Host]):
-    """A fixed number of processes for environments, and retired ones.
+    """A fixed number of environment processes, plus retired ones.
 
     A retired process takes no new requests, and is killed when it has no environments left.
     """
@@ -92,12 +92,12 @@ class Record:
     turn: AssistantTurn | None = None
     """The turn of the current request."""
     since: float = 0.0
-    """Time at which the current request began (time.monotonic())."""
+    """Time at which the current request started (time.monotonic())."""
     run_at: float = 0.0
     """Time at which the current request was last sent (time.monotonic())."""
     begun: list[tuple[str, float, int]] = field(default_factory=list)
-    """Calls of the current request that began and may still run: (name, deadline, index in the turn). The index is -1
-    for functions that are not tools."""
+    """Calls of the current request that have started and may still be running: (name, deadline, index in the turn). The
+    index is -1 for functions that are not tools."""
 
     @property
     def end(self) -> float:
@@ -118,7 +118,7 @@ class Record:
             self.turn.calls[i].late = True
 
     def message(self) -> dict[str, Any]:
-        """Return the current request as a message. It contains data to open the environment if no process has it."""
+        """Return the current request as a message, with data to open the environment if no process has it open."""
         message: dict[str, Any] = {"id": self.request, "do": self.do, "env": self.number}
         if self.turn is not None:
             message["turn"] = _wired(self.turn)
@@ -129,7 +129,7 @@ class Record:
         return message
 
     def take_reply(self, reply: dict[str, Any]) -> None:
-        """Remove from a reply the fields that are needed only to open the environment again, and record them."""
+        """Remove from a reply the fields that are needed only to reopen the environment, and record them."""
         answer, late = reply.pop("digest", ""), reply.pop("late", [])
         if late:
             self.mark_late(late)
@@ -145,7 +145,7 @@ class Record:
             self.digests = [digest(messages) for messages in reply["replayed"]]
 
     def failed(self, why: str) -> str:
-        """Return the message of a failure: the names of the environment and the sample, and then the text `why`."""
+        """Return a failure message: the names of the environment and the sample, followed by the text `why`."""
         whose = "" if self.do == "check" else f" of {describe(self.key)} (seed {self.opening.seed})"
         return f"the environment {self.opening.name}{whose} {why}"
 

@@ -1,4 +1,4 @@
-"""A search tool over a corpus on this machine or on a server.
+"""A search tool over a local corpus or a search server.
 
 A local corpus is searched by BM25. The index is built by bm25s (Lù 2024, https://arxiv.org/abs/2407.03618) once and
 saved in a folder.
@@ -40,10 +40,10 @@ class Passage:
 
 
 class Corpus:
-    """The passages of a file with an index of their words. May be used from several threads."""
+    """The passages of a file, with a word index. Thread-safe."""
 
     def __init__(self, path: Path, folder: Path):
-        """Open a file as described in `open_corpus`. folder: place of the index, which is built if it is missing."""
+        """Open a file as described in `open_corpus`. folder: where the index is stored; it is built if missing."""
         try:
             import bm25s
         except ImportError:
@@ -77,7 +77,7 @@ class Corpus:
             part.rename(folder)
 
     def passage(self, number: int) -> Passage:
-        """Return the passage of this number, counted from 0. Raises ValueError if its row has no text."""
+        """Return the passage with this number, counted from 0. Raises ValueError if its row has no text."""
         with self.lock:
             row = self.passages[number]
         if isinstance(row, str):
@@ -90,7 +90,7 @@ class Corpus:
         return found
 
     def search(self, query: str, most: int) -> list[Passage]:
-        """Return up to `most` passages that share words with a query, the best first and equal ones by number."""
+        """Return up to `most` passages that share words with a query, best first, with ties ordered by number."""
         import numpy as np
 
         words = self.bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)[0]
@@ -104,7 +104,7 @@ class Corpus:
 
 
 def passage_of(row: Any) -> Passage | None:
-    """Return the passage of a row, or None if it has no text.
+    """Return a row's passage, or None if it has no text.
 
     The title is in the column `title`, or in quotes in the first line of the text, as in the corpora of
     https://github.com/PeterGriffinJin/Search-R1.
@@ -125,7 +125,7 @@ def open_corpus(path: str, cache: str = CACHE) -> Corpus:
     """Return the corpus of a file. A process opens each file once; a file that has changed gets a new index.
 
     path: a .jsonl file whose rows have one of the columns `KEYS` and optionally `title`, or a .txt file with one
-    passage per paragraph; empty lines separate paragraphs. cache: folder of the indexes.
+    passage per paragraph; empty lines separate paragraphs. cache: folder for the indexes.
 
     Raises:
         ValueError: the file cannot be read, or bm25s is not installed.
@@ -169,15 +169,15 @@ class Search(Stateless):
         timeout: float = 20.0,
         cache: str = CACHE,
     ) -> None:
-        """Open a corpus, or take the address of a server.
+        """Open a corpus, or store a server's address.
 
         Args:
             corpus: a .jsonl file with one passage per row, or a .txt file with one passage per paragraph; empty lines
                 separate paragraphs.
-            url: address of a search server with the interface of Search-R1's server, instead of a corpus.
+            url: URL of a search server with the API of Search-R1's server, used instead of a corpus.
             results: maximum number of passages that a search returns.
             longest: maximum number of characters in a passage; longer passages are cut.
-            timeout: time limit of the server's answer, in seconds.
+            timeout: time limit for the server's answer, in seconds.
             cache: folder for the indexes of corpora.
         """
         if bool(corpus) == bool(url):
@@ -205,7 +205,7 @@ class Search(Stateless):
 
 
 def shown(found: list[Passage], longest: int) -> str:
-    """Return passages as numbered text, each with its title in the line before the text."""
+    """Return passages as numbered text, each with its title on the line before the text."""
     parts = []
     for number, each in enumerate(found, 1):
         text = each.text if len(each.text) <= longest else f"{each.text[:longest]} ..."
@@ -214,7 +214,7 @@ def shown(found: list[Passage], longest: int) -> str:
 
 
 def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
-    """Return up to `most` passages that a server finds, the best first.
+    """Return up to `most` passages that a server finds, best first.
 
     The server takes `{"queries": [text], "topk": number, "return_scores": true}` and answers with
     `{"result": [[{"document": {"contents": ...}, "score": ...}]]}`, like the server of
@@ -222,7 +222,7 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
 
     Raises:
         TimeoutError: the answer did not arrive in time.
-        SearchError: the server did not answer, or its answer has another form.
+        SearchError: the server did not answer, or its answer has a different format.
     """
     where = f"the search server at {urlsplit(url).hostname}"
     body = json.dumps({"queries": [query], "topk": most, "return_scores": True}).encode()
@@ -230,7 +230,7 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
     until, data = time.monotonic() + seconds, b""
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
-            # The time-out of a socket limits each read separately, so a slow answer in many parts would not exceed it.
+            # A socket's time-out applies to each read separately, so a slow answer in many parts would not exceed it.
             while part := answer.read1(1 << 16):
                 data += part
                 if time.monotonic() > until:

@@ -26,9 +26,9 @@ class ModelPlayer:
 
     generate: Generate
     format: str
-    """The form in which the model writes tool calls, a name of `FORMATS`; empty if it is not known."""
+    """The model's tool-call format, a name in `FORMATS`; empty if unknown."""
     why: str = ""
-    """The reason why the format is not known."""
+    """The reason why the format is unknown."""
 
 
 def by_hand(
@@ -68,7 +68,7 @@ def by_model(
     """Let a model play an episode of at most `turns` turns, and return the sum of its rewards.
 
     Raises:
-        ValueError: the environment has tools, but the form of the model's calls is not known.
+        ValueError: the environment has tools, but the model's tool-call format is unknown.
         PlayError: the environment failed.
     """
     opened = play.open(row, seed)
@@ -97,10 +97,10 @@ def load_player(model: str, format: str, max_tokens: int, temperature: float, se
 
     Args:
         model: folder or name, as in `--model.path`.
-        format: the form in which the model writes tool calls; if empty, the form in its chat template.
+        format: the model's tool-call format; if empty, the format in its chat template.
         max_tokens: maximum number of tokens in a turn.
         temperature: sampling temperature; 0 for greedy decoding.
-        seed: seed of all sampling.
+        seed: sampling seed.
 
     Raises:
         ValueError: the model cannot be loaded.
@@ -158,7 +158,7 @@ def _play(
 ) -> float:
     """Play an opened episode until it is done or `next_turn(messages)` returns None, and print it.
 
-    Return the sum of its rewards. cut: words that the last line contains if `next_turn` returned None.
+    Return the sum of its rewards. cut: words to print in the last line if `next_turn` returned None.
     """
     messages, reply, total = [], opened, 0.0
     while True:
@@ -188,7 +188,7 @@ def parse_line(line: str, names: set[str]) -> tuple[str, list[Call]]:
     """Return the text and the calls of a line that the user typed. names: names of the tools.
 
     Raises:
-        ValueError: the line begins like a call but is not a valid one.
+        ValueError: the line begins like a call but is not a valid call.
     """
     text = line.strip()
     if text.startswith(("{", "[{")):

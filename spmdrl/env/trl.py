@@ -37,7 +37,7 @@ def is_trl(kind: type) -> bool:
 
 
 class FromTRL:
-    """An environment that wraps an object of a class written for TRL."""
+    """An environment that wraps an instance of a class written for TRL."""
 
     def __init__(self, environment: Any):
         self.environment = environment

@@ -4,12 +4,12 @@
 A tool lives as long as its episode, as in the older of verl's two rollout loops, which uses all four keys of
 `tools_kwargs`. `create` runs at the first call, or at the start if the row names the tool; `execute` runs for each
 call; at the end `calc_reward` runs, then `release`. (verl's agent loop creates and releases a tool around each call,
-and never calls `calc_reward`.) `create` gets its keywords both by name and in the dict `create_kwargs`, since some
-tools read the names and others the dict. An interaction answers each message of the assistant that calls no tool.
+and never calls `calc_reward`.) `create` gets its keyword arguments both by name and in the dict `create_kwargs`, since
+some tools read the names and others the dict. An interaction answers each assistant message that calls no tool.
 
 verl passes the rewards of tools and the scores of interactions to the reward function. This module uses them as rewards
-of the turns in which they arise, and the sum of `calc_reward` as the final reward. With the setting `count_rewards:
-false` none of these numbers is a reward: the final score is 0, and `calc_reward` only gives parts of the reward.
+of the turns that produced them, and the sum of `calc_reward` as the final reward. With `count_rewards: false`,
+none of these numbers counts as a reward: the final score is 0, and `calc_reward` only supplies parts of the reward.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from spmdrl.env.messages import prompt_of
 
 KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 OLD_NAME = "gsm8k"
-"""Name of the interaction for rows that name no interaction, as in older versions of verl."""
+"""Default interaction for rows that name none, as in older versions of verl."""
 
 _OPEN: dict[str, asyncio.Event] = {}
-"""Events by the ids of the episodes that are open in this process. An event is set when its episode is closed."""
+"""An event for each episode open in this process, by episode id; it is set when the episode is closed."""
 _UNNAMED = itertools.count()
 """Numbers that replace the names of episodes without a name."""
 
@@ -56,7 +56,7 @@ class AgentData:
 
 @dataclass
 class Parts:
-    """Tools and interactions of YAML files. All environments of a process share these objects, as in verl."""
+    """Tools and interactions from YAML files. As in verl, all environments of a process share these objects."""
 
     tools: dict[str, Any] = field(default_factory=dict)
     """Tools by name, with the interface of verl's BaseTool."""
@@ -65,7 +65,7 @@ class Parts:
 
 
 class VerlTools:
-    """An environment of verl's tools. The episode ends with the first message that calls no tool."""
+    """An environment with verl tools. The episode ends with the first message that calls no tool."""
 
     def __init__(self, parts: Parts, count_rewards: bool = True):
         self._parts, self._counts = parts, count_rewards
@@ -81,7 +81,7 @@ class VerlTools:
         row: as in verl, `extra_info` has `tools_kwargs` (tool -> `KEYWORDS` -> values) and `need_tools_kwargs`.
 
         Raises:
-            ValueError: the row names a tool that the YAML lacks, or its required `tools_kwargs` are missing.
+            ValueError: the row names a tool that is not in the YAML file, or its required `tools_kwargs` are missing.
         """
         extra = row.get("extra_info") or {}
         self._kwargs = _tools_kwargs(row.get("tools_kwargs") or extra.get("tools_kwargs") or {}, self._parts.tools)
@@ -96,7 +96,7 @@ class VerlTools:
         return list(self._agent.messages) if answers else None
 
     async def _take_id(self, seed: int) -> None:
-        """Set the id of the episode. It stays the same when the episode is opened again, since tools may print it.
+        """Set the id of the episode. It stays the same when the episode is reopened, since tools may print it.
 
         The shared tools distinguish episodes by this id, so an earlier opening of the episode must be closed first.
         """
@@ -106,7 +106,7 @@ class VerlTools:
         self._closed = _OPEN[self._id] = asyncio.Event()
 
     def tool_schemas(self) -> list[dict]:
-        """Return the tools' schemas in OpenAI's form."""
+        """Return the tools' schemas in OpenAI's format."""
         return [schema_of(tool) for tool in self._parts.tools.values()]
 
     async def call(self, name: str, arguments: dict) -> Answer:
@@ -179,7 +179,7 @@ class VerlTools:
 
 
 class VerlInteraction(VerlTools):
-    """An environment of verl's interactions, optionally with tools."""
+    """An environment with a verl interaction, and optionally tools."""
 
     _interaction: Any = None
     _interaction_name = ""
@@ -189,7 +189,7 @@ class VerlInteraction(VerlTools):
     before the results of its tool calls."""
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
-        """Create the tools, and begin the interaction that the row names in `interaction_kwargs` or `extra_info`."""
+        """Create the tools, and start the interaction that the row names in `interaction_kwargs` or `extra_info`."""
         begun = await super().reset(row, seed)
         self._answered = len(self._agent.messages)
         extra, known = row.get("extra_info") or {}, self._parts.interactions
@@ -243,7 +243,7 @@ class VerlInteraction(VerlTools):
 
 
 def schema_of(tool: Any) -> dict:
-    """Return a tool's schema as a dict. The tool has it as a dict or as one of verl's pydantic models."""
+    """Return a tool's schema as a dict. The tool stores it as a dict or as one of verl's pydantic models."""
     schema = tool.tool_schema
     return schema if isinstance(schema, dict) else schema.model_dump(exclude_unset=True, exclude_none=True)
 

@@ -1,4 +1,4 @@
-"""Reads verl's YAML files of tools and interactions, and provides stand-ins for verl's modules if verl is missing.
+"""Reads verl's YAML files of tools and interactions, and provides stand-ins for its modules if verl is not installed.
 
     tools:
       - class_name: my_tools.Lookup          # imported from the working directory or from the folder of this file
@@ -9,7 +9,7 @@
         class_name: my_users.Teacher
         config: {}
 
-As in verl, the two lists may be in two files: the setting `interaction_config_path` names the file of interactions.
+As in verl, the two lists may be in two files: the setting `interaction_config_path` names the interactions file.
 `verl_env.py` describes how these environments behave.
 """
 
@@ -31,7 +31,7 @@ from spmdrl.env.verl_env import AgentData, Parts, VerlInteraction, VerlTools, sc
 SUFFIXES = (".yaml", ".yml")
 SETTINGS = ("interaction_config_path", "count_rewards")
 METHODS = {"tools": ("create", "execute", "calc_reward", "release"), "interaction": ("generate_response",)}
-"""Methods that the classes in a list must have, by the key of the list in the YAML file."""
+"""Methods that the classes in each list of the YAML file must have, by the list's key."""
 
 
 def is_verl_yaml(path: str) -> bool:
@@ -55,7 +55,7 @@ def is_mine(target: object, name: str) -> bool:
 def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
     """Make an environment from the path of a YAML file, or from a class like verl's BaseTool or BaseInteraction.
 
-    settings: those of `load_yaml`. A class also takes `config`, and `tool_schema` unless it defines a schema.
+    settings: as in `load_yaml`. A class also takes `config`, and `tool_schema` unless it defines a schema.
 
     Raises:
         ValueError: the file or the class cannot be used.
@@ -70,11 +70,11 @@ def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
 
 
 def load_yaml(path: str) -> Callable[[dict[str, Any]], VerlTools]:
-    """Return a function that takes settings and makes environments of a YAML file.
+    """Return a function that takes settings and makes environments from a YAML file.
 
     The setting `interaction_config_path` names a second YAML file, relative to the working directory or to the folder
-    of the first file. The setting `count_rewards` (default true) decides whether the rewards of tools and the scores of
-    interactions count as rewards.
+    of the first file. The setting `count_rewards` (default true) controls whether tool rewards and interaction scores
+    count as rewards.
 
     Raises:
         ValueError: the file, a class or a schema cannot be used.
@@ -99,7 +99,7 @@ def _environment(parts: Parts, of: str, settings: dict[str, Any]) -> VerlTools:
 
 @lru_cache(maxsize=32)
 def _read(path: str) -> Parts:
-    """Read a YAML file and make its tools and interactions, once in a process."""
+    """Read a YAML file and make its tools and interactions, once per process."""
     provide()
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -172,7 +172,8 @@ def _kind(target: type) -> str:
 def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
     """Make a tool or an interaction as in verl, from its config and its schema or name, and add it to `parts`.
 
-    key: the list in the file, `tools` or `interaction`. entry: an item of that list. where: its place, for messages.
+    key: the list in the file, `tools` or `interaction`. entry: an item of that list. where: its location, for error
+    messages.
     """
     what = {"tools": "tool", "interaction": "interaction"}[key]
     if lacking := [name for name in METHODS[key] if not callable(getattr(kind, name, None))]:
@@ -205,7 +206,7 @@ def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
 
 
 def modules() -> dict[str, dict[str, Any]]:
-    """Return the replacements of verl's modules, which files import if verl is not installed: module -> name -> object.
+    """Return the stand-ins that files import if verl is not installed: module -> name -> object.
 
     Raises:
         ValueError: pydantic is not installed.

@@ -1,4 +1,4 @@
-"""Replacements for the classes of verl that users' files and YAML files name, for machines without verl.
+"""Stand-ins for the verl classes that user files and YAML files name, for machines without verl.
 
 The signatures are those of verl/tools/base_tool.py, verl/tools/schemas.py, verl/interactions/base.py and
 verl/utils/reward_score/gsm8k.py in https://github.com/volcengine/verl. Unlike in verl, the schemas keep every key of a
@@ -31,7 +31,7 @@ class _Schema(BaseModel):
 
 
 class OpenAIFunctionPropertySchema(_Schema):
-    """Schema of an argument of a tool."""
+    """Schema of a tool argument."""
 
     type: str | list[str] | None = None
     description: str | None = None
@@ -58,7 +58,7 @@ OpenAIFunctionParsedSchema: Any = _schema("OpenAIFunctionParsedSchema", name=_TE
 
 
 class OpenAIFunctionCallSchema(_Schema):
-    """A call of a tool with its arguments."""
+    """A tool call with its arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -80,7 +80,7 @@ OpenAIFunctionToolCall = _schema(
 
 
 class ToolResponse(BaseModel):
-    """The answer of a tool: a text, images or videos."""
+    """A tool's response: text, images or videos."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -106,11 +106,11 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """Return the schema of the tool, for a YAML file without one; None if there is none."""
+        """Return the tool's schema, for a YAML file without one, or None if there is none."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
-        """Begin a conversation; return its id and a first response."""
+        """Start a conversation; return its id and a first response."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
@@ -134,7 +134,7 @@ class BaseInteraction:
         self.name: str = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin a conversation; return its id."""
+        """Start a conversation; return its id."""
         return instance_id or str(uuid4())
 
     async def generate_response(self, instance_id: str, messages: list, **kwargs: Any) -> tuple[bool, str, float, dict]:
@@ -188,7 +188,7 @@ class Gsm8kTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, Any]:
-        """Begin a conversation; return its id and a first response."""
+        """Start a conversation; return its id and a first response."""
         if ground_truth is None:
             ground_truth = (kwargs.get("create_kwargs") or {}).get("ground_truth")
         key, response = await super().create(instance_id)
@@ -224,7 +224,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        """Begin a conversation; return its id."""
+        """Start a conversation; return its id."""
         key = await super().start_interaction(instance_id)
         self._open[key] = {"answer": "", "truth": ground_truth}
         return key
@@ -257,4 +257,4 @@ MODULES: dict[str, list[str]] = {
     "verl.utils.reward_score.gsm8k": ["compute_score", "extract_solution"],
     "verl.utils.rollout_trace": ["rollout_trace_op"],
 }
-"""Names of modules of verl, each with the names that files can import from it."""
+"""Names of verl's modules, each with the names that files can import from it."""

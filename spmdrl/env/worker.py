@@ -4,7 +4,7 @@ Lines on stdin:
      {settings}                           the first line: fields of PoolSettings
      {"id": n, "do": d, "env": k, "open": {...}?, "turn": {...}?}
                                           a request. d: `open`, `say`, `score`, or `close`, which is not answered. If
-                                          `say` or `score` has the key `open`, the environment is first opened again
+                                          `say` or `score` has the key `open`, the environment is reopened first
      {"id": n, "do": "check", "open": {"name": f, "settings": {...}}}      make this environment once, as a check
 Lines on stdout:
      {"ready": true}                      the process has started
@@ -17,8 +17,8 @@ Lines on stdout:
      {"alive": true}                      sent regularly during requests, to show that the event loop is not blocked
      {"loading": b}                       sent before and after the import of a file, which blocks the process
      {"id": n, "reply": {...}} or {"id": n, "failure": text}      the answer to a request
-     {"hangs": text}                      a call still runs after its time limit. As it cannot be ended, the process
-                                          takes no new requests and exits after its current ones
+     {"hangs": text}                      a call is still running after its time limit. Since it cannot be stopped, the
+                                          process takes no new requests and exits after its current ones
 
 The module imports no heavy packages, so that a killed process is replaced quickly.
 """
@@ -49,11 +49,11 @@ from spmdrl.workers.in_child import die_with, take_pipes, write_all
 ALIVE_EVERY = 0.4
 """Seconds between two `alive` messages."""
 CLOSES_WITHIN = 1.5
-"""Maximum number of seconds that open environments have to clean up when the process exits."""
+"""Time limit in seconds for open environments to clean up when the process exits."""
 EXITS_WITHIN = 0.3
-"""Time limit in seconds of the functions that sandboxes, MCP servers and user code registered with `atexit`."""
+"""Time limit in seconds for the functions that sandboxes, MCP servers and user code registered with `atexit`."""
 STACK_MB = 8
-"""MiB per thread that are added to the memory limit, because the limit also counts the stacks of threads."""
+"""MiB added to the memory limit for each thread, because the limit also counts thread stacks."""
 
 
 class Worker:
@@ -78,8 +78,8 @@ class Worker:
     def send(self, message: dict[str, Any]) -> None:
         """Send a line to the parent without blocking."""
         line = (json.dumps(message) + "\n").encode()
-        # A short line is written at once, since a writable pipe takes at least PIPE_BUF bytes. The call that the line
-        # announces may hold the interpreter lock (GIL), which would stop the thread that runs `_write`.
+        # A short line is written immediately, since a writable pipe takes at least PIPE_BUF bytes. The call that the
+        # line announces may hold the interpreter lock (GIL), which would stop the thread that runs `_write`.
         if not self._lines.unfinished_tasks and len(line) <= select.PIPE_BUF and self._room.poll(0):
             write_all(self._answers, line)
         else:
@@ -177,7 +177,7 @@ class Worker:
         return await instance.score() if message["do"] == "score" else reply
 
     async def _make(self, opening: dict[str, Any], begins: Callable[[str, float], None]) -> tuple[Form, Any]:
-        """Load and make the environment of an opening. Return its form and the environment."""
+        """Load and make the environment for an opening. Return its form and the environment."""
         name = opening["name"]
         try:
             if name not in self._forms:
@@ -216,7 +216,7 @@ _RUNNING: set[asyncio.Task] = set()
 
 
 async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
-    """Wait until `calls`, the calls of a dropped environment that still run, have ended, and then close it."""
+    """Wait until `calls`, a dropped environment's calls that are still running, have ended, and then close it."""
     instance.begins = lambda *_, **__: None
     if calls:
         await asyncio.wait(calls)
