@@ -1,16 +1,16 @@
 """Plans a job before any GPU is used: `python -m spmdrl.plan --config FILE --world 512 --gpu h100`.
 
-Options in addition to the settings of the job:
+Options in addition to the job's settings:
 
-    --job NAME       train (the default), distill or online_preference: the entry point that is planned
-    --world N        number of ranks of the job
+    --job NAME       train (the default), distill or online_preference: the entry point to plan
+    --world N        number of ranks in the job
     --gpu NAME|FILE  h100, h200, h20, b200, a100, or a file that describes another GPU (docs/scale.md)
-    --json FILE      write the plan as JSON, `-` for the standard output
+    --json FILE      write the plan as JSON; `-` means standard output
     --picture FILE   draw the memory of each phase as an SVG
-    --sweep          also plan the job with changed settings, and rank these plans
+    --sweep          also plan the job with changed settings, and rank the plans
     --no-nearest     if the job does not fit, do not search for similar settings that fit
 
-The exit code is 0 if the job fits, 1 if it does not, 2 for a mistake in the settings, and 3 if the planner cannot
+The exit code is 0 if the job fits, 1 if it does not, 2 if the settings are invalid, and 3 if the planner cannot
 simulate the job.
 """
 
@@ -27,7 +27,7 @@ from spmdrl.session.job import Job, jobs
 
 
 def _options(argv: list[str], kinds: dict[str, Job]) -> tuple[argparse.Namespace, list[str]]:
-    """Separate the planner's options from the settings of the job. kinds: jobs that can be planned, by name."""
+    """Separate the planner's options from the job's settings. kinds: jobs that can be planned, by name."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,7 +42,7 @@ def _options(argv: list[str], kinds: dict[str, Job]) -> tuple[argparse.Namespace
 
 
 def _check_writable(name: str, file: str | None) -> None:
-    """Check that an output file can be written. The check precedes the planning, which takes minutes.
+    """Check that an output file can be written, before spending minutes on planning.
 
     Raises:
         ValueError: the file cannot be written; the message names the option.
@@ -55,7 +55,7 @@ def _check_writable(name: str, file: str | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Plan the job that the command line describes, print the plan, and return the exit code."""
+    """Plan the job given on the command line, print the plan, and return the exit code."""
     kinds = {module.rpartition(".")[2]: job for module, job in jobs().items() if job.method}
     own, settings = _options(sys.argv[1:] if argv is None else argv, kinds)
     job = kinds[own.job]

@@ -1,8 +1,8 @@
-"""Computes, on one simulated rank, the boxes of weights that all ranks of a job hold and need.
+"""Computes, on one simulated rank, which weight boxes every rank of a job holds and needs.
 
-A box is a part of a weight tensor, given by an index range in every dimension. A real job gathers the boxes of all
-ranks and plans from them which training rank sends which weights to which engine. A plan simulates only one rank, so
-the models and the engine of this rank also compute the boxes of all other ranks.
+A box is a rectangular slice of a weight tensor, given by an index range per dimension. A real job gathers the boxes of
+all ranks to decide which training rank sends which weights to which engine. A plan simulates only one rank, so this
+rank's models and engine also compute the boxes of all other ranks.
 """
 
 import re
@@ -25,13 +25,13 @@ Boxes = list[Piece]
 
 
 class Everyone:
-    """The boxes that each rank of the job holds, and those that it needs as a rank of an engine, for one `Part`."""
+    """The boxes that each rank of the job holds, and those that it needs as an engine rank, for one `Part`."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
         """policy: computes the boxes of all training ranks. engine: rank within an engine -> simulated engine."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
-        """Distinct lists of pieces (`Piece`: a box with its tensor's name) that a rank holds; the first is empty."""
+        """Distinct lists of pieces that ranks hold (`Piece`: a box plus its tensor's name); the first list is empty."""
         self.holds = np.zeros(world.size, dtype=np.int64)
         held = of_megatron(world, policy) if hasattr(policy, "chunks") else of_fsdp(world, policy, part)
         self.pieces.append([])
@@ -52,7 +52,7 @@ class Everyone:
         return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
 
     def wanted(self) -> Sets:
-        """Return the boxes that each rank needs. They are computed for one engine, as all engines need equal boxes."""
+        """Return the boxes that each rank needs, computed for one engine because all engines need the same boxes."""
         samplers = self.world.roles.samplers
         width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)
@@ -65,9 +65,9 @@ class Everyone:
         return Sets(sets, of)
 
     def _alike(self) -> tuple[np.ndarray, list[int]]:
-        """Group the tensors that differ only in the number of their layer; an engine divides them in the same way.
+        """Group tensors whose names differ only in the layer index, because an engine shards them identically.
 
-        Return the number of each tensor's group, int64 [tensors], and the index of each group's first tensor.
+        Return the group index of each tensor, int64 [tensors], and the index of the first tensor in each group.
         """
         numbers: dict[tuple, int] = {}
         first, of = [], np.zeros(len(self.entries), dtype=np.int64)
@@ -82,7 +82,7 @@ class Everyone:
         return of, first
 
     def _spread(self, boxes: list[tuple[int, Box]], alike: np.ndarray) -> np.ndarray:
-        """Return the boxes of all tensors, one per row, sorted and unique, from those of each group's first tensor."""
+        """Expand the boxes of each group's first tensor to all tensors; return them sorted and unique, one per row."""
         few = to_rows(boxes, self.dims)
         parts = []
         order = np.argsort(alike, kind="stable")
@@ -103,13 +103,13 @@ class Everyone:
 
 
 def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield, for each shard of an FSDP model, the ranks that hold the shard, and the pieces of these ranks."""
+    """Yield, for each shard of an FSDP model, the ranks that hold it and their pieces."""
     from spmdrl.policy.fsdp import lora
     from spmdrl.weights import shards
 
     count = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     places = np.arange(len(world.roles.trainers)).reshape(*world.mesh.mesh.shape)
-    # A model is sharded over the axes dp_shard and sp together; ranks along other axes hold replicas.
+    # A model is sharded over dp_shard and sp combined; ranks along the other axes hold replicas.
     places = np.moveaxis(places, (2, 3), (-2, -1)).reshape(-1, count)
     for index in range(count):
 
@@ -141,7 +141,7 @@ def _whole(named: list[tuple[str, Any]], _: World) -> dict[str, torch.Tensor]:
 
 
 class Place(SimpleNamespace):
-    """Replaces a process group in code that reads only the group's size and this process's rank in it."""
+    """Stands in for a process group in code that reads only its size and this process's rank."""
 
     size: Callable[[], int]
     rank: Callable[[], int]
@@ -152,9 +152,9 @@ def _place(size: int, rank: int) -> Place:
 
 
 def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield the ranks that hold equal pieces, and these pieces.
+    """Yield each set of ranks that hold the same pieces, with these pieces.
 
-    Ranks hold equal pieces if they have the same pipeline stage and the same position on the axes tp, etp and ep.
+    Ranks hold the same pieces if they are in the same pipeline stage and have the same tp, etp and ep ranks.
     """
     from megatron.core import parallel_state as state
     from megatron.core.pipeline_parallel import utils

@@ -1,4 +1,4 @@
-"""Lists changes of a job's settings for `sweep.py`: each sets one setting and the settings that depend on it."""
+"""Lists changes to a job's settings for `sweep.py`: each sets one setting and any settings that depend on it."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ EVERYWHERE = SAMPLING | TRAINING
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that change together, such as the number of pipeline stages and the layers of the last stage."""
+    """Settings that change together, such as the number of pipeline stages and of layers in the last stage."""
 
     values: tuple[tuple[str, Any], ...]
-    """Dotted names of settings, with their values. Changing the first setting requires changing the others."""
+    """(dotted setting name, value) pairs. Changing the first setting requires changing the others."""
     frees: frozenset[str]
-    """Places where the change may free memory: phases of a step, `cache` (the KV cache), `host` (a node's memory)."""
+    """Where the change can free memory: step phases, `cache` (the KV cache) or `host` (a node's host memory)."""
 
     @property
     def flags(self) -> str:
-        """The change as command line flags."""
+        """The change as command-line flags."""
         return " ".join(f"{flag(name)} {str(value).lower()}" for name, value in self.values)
 
     def __add__(self, other: "Change") -> "Change":
@@ -36,7 +36,7 @@ class Change:
         return Change(self.values + other.values, self.frees | other.frees)
 
     def conflicts(self, other: "Change") -> bool:
-        """Return True if some setting is part of both changes."""
+        """Return True if both changes set the same setting."""
         return not {name for name, _ in self.values}.isdisjoint(name for name, _ in other.values)
 
 
@@ -50,7 +50,7 @@ def changed(cfg: Config, change: Change) -> Config:
 
 
 def allowed(cfg: Config, world: int, change: Change, hf_config: Any) -> bool:
-    """Return True if the changed settings pass all checks and their layout can divide the model."""
+    """Return True if the changed settings pass all checks and their layout can shard the model."""
     made = changed(cfg, change)
     text = hf_config.get_text_config()
     try:
@@ -70,7 +70,7 @@ def allowed(cfg: Config, world: int, change: Change, hf_config: Any) -> bool:
 
 
 def changes_of(cfg: Config, world: int, hf_config: Any) -> list[Change]:
-    """Return the allowed changes: the first change of each setting, then the second change of each, and so on."""
+    """Return the allowed changes, interleaved: the first change of each setting, then the second of each, and so on."""
     groups = [*([change] for change in _memory(cfg)), *_engine(cfg, world), *_layout(cfg, world, hf_config)]
     tried = [change for several in zip_longest(*groups) for change in several if change is not None]
     news = [c for c in tried if get(cfg, c.values[0][0]) != c.values[0][1]]
@@ -82,7 +82,7 @@ def _one(name: str, value: Any, frees: frozenset[str]) -> Change:
 
 
 def _memory(cfg: Config) -> list[Change]:
-    """Return changes of the policy's settings that trade memory against time."""
+    """Return changes to policy settings that trade speed for memory."""
     policy, longest = cfg.policy, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     out = []
     if policy.offload == "none":
@@ -109,7 +109,7 @@ def _memory(cfg: Config) -> list[Change]:
 
 
 def _engine(cfg: Config, world: int) -> list[list[Change]]:
-    """Return changes of the engine's number of ranks and of its memory; each list has the changes of one setting."""
+    """Return changes to the engine's rank count and memory, one list per setting."""
     rollout, count = cfg.rollout, samplers(cfg, world)
     sizes = [n for n in (rollout.tp * 2, rollout.tp * 4, rollout.tp // 2) if n and count % n == 0]
     groups = [[_one("rollout.tp", n, SAMPLING if n > rollout.tp else frozenset()) for n in sizes]]
@@ -129,11 +129,11 @@ def _engine(cfg: Config, world: int) -> list[list[Change]]:
 
 
 def _layout(cfg: Config, world: int, hf_config: Any) -> list[list[Change]]:
-    """Return changes of the sizes of the training ranks' axes; each list has the changes of one axis."""
+    """Return changes to the sizes of the training mesh axes, one list per axis."""
     axes = cfg.parallel
     rest = (("parallel.dp_shard", -1),) if axes.dp_shard != -1 else ()
     if cfg.policy.backend == "fsdp":
-        # With fewer replicas, a rank holds less of the model; with more replicas, nodes send less to each other.
+        # Fewer replicas make the shards smaller; more replicas reduce traffic between nodes.
         copies = [
             Change((("parallel.dp_replicate", n), *rest), EVERYWHERE if n < axes.dp_replicate else frozenset())
             for n in (1, 2)
@@ -165,7 +165,7 @@ def _layout(cfg: Config, world: int, hf_config: Any) -> list[list[Change]]:
 
 
 def _stages(cfg: Config, pp: int, layers: int) -> list[tuple[str, Any]]:
-    """Return the settings that `pp` stages require, such as a shorter last stage if `pp` does not divide the layers."""
+    """Return the settings that `pp` stages require, such as a shorter last stage for an uneven split."""
     others = pp - 1
     if layers % pp == 0 or pp == 1:
         last = 0

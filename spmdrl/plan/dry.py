@@ -1,4 +1,4 @@
-"""Prints the output of `--dry-run` for jobs that sample: the sandbox, the planned memory, and the first data rows."""
+"""Prints the `--dry-run` output of jobs that sample: the sandbox, planned memory use, and the first data rows."""
 
 import json
 import math
@@ -27,9 +27,9 @@ from spmdrl_sandbox.base import SandboxError
 from spmdrl_sandbox.open import open_for
 
 ROWS = 1000
-"""Maximum number of rows that a dry run reads from one source of prompts."""
+"""Maximum number of rows that a dry run reads from each prompt source."""
 SHOWN = 300
-"""Maximum number of characters of the example prompt that a dry run prints."""
+"""Maximum number of characters of the example prompt to print."""
 QUERY = (
     "import json, torch; ok = torch.cuda.is_available(); "
     "print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[1], torch.cuda.device_count()] "
@@ -38,18 +38,18 @@ QUERY = (
 
 
 def dry_run(job: Job[Any], loaded: Loaded[Any], run: Config | None = None) -> None:
-    """Print the settings, the plan and facts about the first rows of data; exit if the data cannot be used.
+    """Print the settings, the plan and a summary of the first data rows; exit if the data cannot be used.
 
-    run: the `Config` that the job derives from its settings; None if its settings are a `Config` already.
+    run: the `Config` derived from the job's settings, or None if the settings already are a `Config`.
     """
     cfg = run or loaded.config
     show(loaded.config, dry_lines(job, cfg, ranks_of_job()))
 
 
 def dry_lines(job: Job[Any], cfg: Config, world: int) -> list[str]:
-    """Return the lines that follow the settings in the output; only rank 0 inspects this machine and the data.
+    """Return the output lines that follow the settings; only rank 0 inspects this machine and the data.
 
-    For a job without a method (an evaluation), memory is not planned and training prompts are not read.
+    For an evaluation (a job without a method), memory is not planned and training prompts are not read.
     """
     lines = job.lines(cfg, world)
     if os.environ.get("RANK", "0") != "0":
@@ -65,9 +65,9 @@ def dry_lines(job: Job[Any], cfg: Config, world: int) -> list[str]:
 
 
 def _memory_lines(job: Job[Any], cfg: Config, world: int, above: list[str]) -> list[str]:
-    """Return the lines of the plan for GPUs like this machine's.
+    """Return the lines of a plan that assumes this machine's GPU type.
 
-    Without a GPU, or for a run on the CPU, return a line with a command that plans the run.
+    For CPU runs, or if there is no GPU, return a line with the command that plans the run.
     """
     device = None if cfg.run.device == "cpu" else this_gpu()
     if device is None:
@@ -85,7 +85,7 @@ def _memory_lines(job: Job[Any], cfg: Config, world: int, above: list[str]) -> l
 
 
 def sandbox_lines(cfg: Config) -> list[str]:
-    """Return a line about the sandbox that rewards would use on this machine; no line if no reward runs programs."""
+    """Return a line about this machine's sandbox for rewards, or an empty list if no reward runs programs."""
     if not runs_programs(cfg.reward):
         return []
     if is_service(cfg.sandbox.provider):
@@ -99,10 +99,11 @@ def sandbox_lines(cfg: Config) -> list[str]:
 
 
 def this_gpu() -> Gpu | None:
-    """Return this machine's first GPU with the memory that CUDA reports; None without a GPU.
+    """Return this machine's first GPU with the memory that CUDA reports, or None if there is no GPU.
 
-    A separate process queries CUDA, because a process that has used CUDA must not fork, and a plan forks one process
-    for each simulated rank. A GPU that `gpus.py` does not list gets infinite rates, so its plans contain no times.
+    CUDA is queried in a separate process: a process that has initialised CUDA must not fork, and planning forks one
+    process per simulated rank. A GPU that is not listed in `gpus.py` gets infinite rates, so its plans contain no
+    times.
     """
     query = subprocess.run([sys.executable, "-c", QUERY], capture_output=True, text=True, check=False)
     found = json.loads(query.stdout.strip().splitlines()[-1]) if query.returncode == 0 else None
@@ -110,17 +111,17 @@ def this_gpu() -> Gpu | None:
 
 
 def device_of(name: str, memory: int, count: int) -> Gpu:
-    """Return a `Gpu` from what CUDA reports: its name, its memory in bytes, and the number of GPUs on this node."""
+    """Return a `Gpu` built from what CUDA reports: name, memory in bytes, and number of GPUs on this node."""
     known = next((gpu for key, gpu in GPUS.items() if key.upper() in name.upper().split()), None)
     endless = Gpu(name, 1.0, math.inf, math.inf, math.inf, math.inf)
     return replace(known or endless, name=name, memory_gib=round(memory / GIB, 2), gpus_per_node=count)
 
 
 def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
-    """Return lines about the first rows of `--data.train` and `--data.eval`, and reasons why sources cannot be used.
+    """Return lines about the first rows of `--data.train` and `--data.eval`, and the errors of unusable sources.
 
-    train: False for an evaluation, which does not read `--data.train`. Nothing is downloaded; a line names each hub
-    model or data set that is not on this machine.
+    train: False for an evaluation, which does not read `--data.train`. Nothing is downloaded; each hub model or data
+    set that is not in the local cache is reported in a line.
     """
     folder = _here(cfg.model.path)
     if folder is None:
@@ -161,7 +162,7 @@ def _source_lines(prompts: PromptSet, limit: int) -> list[str]:
 
 
 def _here(path: str) -> Path | str | None:
-    """Return the folder of a hub's model, or None if it is not on this machine; return any other path unchanged."""
+    """Return the local folder of a hub model, or None if it is not cached; return any other path unchanged."""
     if path.startswith(MODELSCOPE):
         return None
     if not is_hub_name(path):
@@ -170,5 +171,5 @@ def _here(path: str) -> Path | str | None:
 
     try:
         return Path(snapshot_download(path, local_files_only=True))
-    except Exception:  # the hub client raises exceptions of several types if the model is not in its cache
+    except Exception:  # the hub client raises several exception types if the model is not cached
         return None

@@ -1,8 +1,8 @@
-"""Simulates an engine: implements `Engine`'s methods for memory and for loading weights, with a real engine's sizes.
+"""Simulates an engine: implements the memory and weight-loading methods of `Engine` with a real engine's sizes.
 
-A plan cannot start vLLM or SGLang, so `PaperEngine` replaces them and samples nothing. It allocates one meta tensor for
-the weights and one for the KV cache, with the sizes that a real engine allocates, so that the planner's memory counter
-sees both tensors allocated and freed. The HF engine gets no cache tensor, because its cache grows while it samples.
+A plan cannot start vLLM or SGLang, so `PaperEngine` takes their place and samples nothing. It allocates one meta tensor
+for the weights and one for the KV cache, each as large as in a real engine, so that the planner's memory counter sees
+them being allocated and freed. The HF engine gets no cache tensor, because its cache grows while it samples.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,17 +25,17 @@ class PaperEngine:
     """A simulated engine that implements `Engine` (`engines/engine.py`)."""
 
     def __init__(self, cfg: Config, world: Any, hf_config: Any, gpu_memory: int | None, model: Model | None = None):
-        """Compute and allocate the memory. The engine is then awake and has no weight version, as after a real start.
+        """Compute and allocate the memory. Like a newly started engine, it is awake and has no weight version yet.
 
         Args:
             cfg: the run's settings.
-            world: an object with `engine_tp_rank`, the place of this rank among the ranks of its engine.
-            hf_config: transformers' config of the model; its weights are not needed.
-            gpu_memory: bytes of memory of one GPU; None for an engine on a CPU.
-            model: the checkpoint's tensors if they are known already; None derives them from `hf_config`.
+            world: an object with `engine_tp_rank`, this rank's index within its engine.
+            hf_config: the model's transformers config; the weights are not needed.
+            gpu_memory: memory of one GPU in bytes, or None for a CPU engine.
+            model: the checkpoint's tensors if already known, or None to derive them from `hf_config`.
 
         Raises:
-            ValueError: the engine cannot divide this model over its ranks.
+            ValueError: the engine cannot shard this model over its ranks.
         """
         rollout, self.on_cpu = cfg.rollout, gpu_memory is None
         self.cfg, self.kind = cfg, kind_of(cfg, not self.on_cpu)
@@ -47,10 +47,11 @@ class PaperEngine:
         model = model or model_of(hf_config, cfg.model.trust_remote_code)
         found = weights_of(cfg, self.layout, model, self.place, self.on_cpu)
         self.weight_bytes, self.packed_bytes, self.unknown = found.bytes, found.packed, found.unknown
-        """`weight_bytes`: bytes of the parameters, padding included. `packed_bytes`: bytes that vLLM's CPU build adds
-        when it first samples. `unknown`: names of tensors that no rule covers, so their full size is counted."""
+        """`weight_bytes`: size of the parameters, including padding. `packed_bytes`: additional bytes that vLLM's CPU
+        build allocates when it first samples. `unknown`: names of tensors that match no rule and are counted at full
+        size."""
         self.workspace: dict[str, int] = {}
-        """Estimated bytes, by purpose, that sampling needs in addition to weights and cache; empty on a CPU."""
+        """Estimated bytes that sampling needs in addition to weights and cache, by purpose; empty on a CPU."""
         if gpu_memory is not None:
             self.workspace = workspace_of(cfg, self.layout, self.longest, gpu_memory)
             if found.beside:
@@ -64,10 +65,10 @@ class PaperEngine:
             cache.sequences,
             cache.lack,
         )
-        """The KV cache: its bytes, how many tokens fit, how many sequences of the longest length fit, and how many
-        bytes are missing for one sequence of that length (0 if it fits)."""
+        """The KV cache: its size in bytes, how many tokens and how many maximum-length sequences fit, and how many
+        bytes are missing to fit one such sequence (0 if it fits)."""
         self.grows = self.kind == "hf"
-        """True if the KV cache exists only while sequences are sampled; `cache_bytes` is then its peak."""
+        """True if the KV cache exists only during sampling; `cache_bytes` is then its peak size."""
         self.weights: torch.Tensor | None = None
         self.cache: torch.Tensor | None = None
         self.wake("weights")
@@ -75,11 +76,11 @@ class PaperEngine:
 
     @property
     def workspace_bytes(self) -> int:
-        """Estimated bytes of the workspace for all purposes together."""
+        """Total estimated workspace size in bytes."""
         return sum(self.workspace.values())
 
     def sampling_bytes(self) -> dict[str, int]:
-        """Return bytes by purpose that exist only while the engine samples; `bytes_by_owner` does not contain them."""
+        """Return the bytes, by purpose, that are allocated only while sampling and not included in `bytes_by_owner`."""
         return {"engine workspace": self.workspace_bytes, "KV cache": self.cache_bytes if self.grows else 0}
 
     def submit(self, request: Request) -> None:
@@ -95,12 +96,12 @@ class PaperEngine:
         return []
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Implements `Engine.needs`. vLLM reads complete adapters, and complete weights if it quantizes them."""
+        """Implements `Engine.needs`. vLLM needs full adapters, and full weights if it quantizes them."""
         whole = bool(entries) and are_adapters(entry.name for entry in entries)
         if self.kind == "vllm" and self.cfg.rollout.quantization != "none":
             whole = True
         if self.kind == "sglang" and self.cfg.rollout.sglang_push == "broadcast" and self.layout.ranks > 1:
-            # SGLang's first rank receives complete tensors and sends them to the engine's other ranks.
+            # SGLang's first rank receives full tensors and forwards them to the engine's other ranks.
             whole = True
             entries = entries if self.place == 0 else []
         boxes = []
@@ -110,7 +111,7 @@ class PaperEngine:
         return Needs(boxes, [False] * len(boxes), exact=False)
 
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """Implements `Engine.load`: reads the buckets one after another and keeps no tensor."""
+        """Implements `Engine.load`: consumes the buckets one by one without keeping any tensor."""
         self.version = None
         if self.kind == "hf":
             self.wake("weights")
@@ -122,10 +123,10 @@ class PaperEngine:
         """Implements `Engine.reset_prefix_cache`; does nothing, because nothing is sampled."""
 
     def sleep(self, level: int) -> None:
-        """Implements `Engine.sleep`: frees the memory that a real engine of this kind frees on its device."""
+        """Implements `Engine.sleep`: frees the device memory that a real engine of this type frees."""
         forgets = level == 2
         if self.kind == "sglang" and level == 1 and not self.on_cpu:
-            # SGLang copies a GPU's weights to the host only if it was started for sleep level 1.
+            # SGLang copies weights from the GPU to the host only if it was started for sleep level 1.
             forgets = sleep_level(self.cfg, False) != 1
         if forgets:
             self.version = None
@@ -135,14 +136,14 @@ class PaperEngine:
             self.weights = None
 
     def wake(self, what: Owner) -> None:
-        """Implements `Engine.wake`; allocates memory that is not allocated already, except the HF engine's cache."""
+        """Implements `Engine.wake`; allocates whatever is not allocated yet, except the HF engine's cache."""
         if what == "weights" and self.weights is None:
             self.weights = torch.empty(self.weight_bytes, dtype=torch.uint8, device="meta")
         if what == "kv_cache" and self.cache is None and not self.grows:
             self.cache = torch.empty(self.cache_bytes, dtype=torch.uint8, device="meta")
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Implements `Engine.bytes_by_owner` with the bytes that are allocated at the time."""
+        """Implements `Engine.bytes_by_owner` with the bytes that are currently allocated."""
         return {
             "engine weights": 0 if self.weights is None else self.weights.nbytes,
             "KV cache": 0 if self.cache is None else self.cache.nbytes,
@@ -158,7 +159,7 @@ class PaperEngine:
 
 
 def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
-    """Return a function from a rank within an engine to a copy of a sleeping engine that computes this rank's boxes."""
+    """Return a function that maps a rank within an engine to a copy of a sleeping engine that computes its boxes."""
 
     def at(place: int) -> PaperEngine:
         other = copy(engine)

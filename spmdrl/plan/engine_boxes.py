@@ -1,9 +1,9 @@
-"""Computes the part of each checkpoint tensor that a rank of vLLM, SGLang or the HF engine holds.
+"""Computes which part of each checkpoint tensor a vLLM, SGLang or HF engine rank holds.
 
-The rules are from the sources of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`,
+The rules follow the source code of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`,
 `layers/fused_moe`, `layers/vocab_parallel_embedding.py`); `tests/engines/test_paper_engine.py` compares them with real
-engines. Attention is divided over the tp ranks of each data-parallel (dp) copy. Without expert parallelism (ep), each
-expert is divided over all tp x dp ranks; with it, each rank holds some complete experts.
+engines. Attention is sharded over the tp ranks of each data-parallel (dp) replica. Without expert parallelism (ep),
+each expert is sharded over all tp x dp ranks; with it, each rank holds some experts in full.
 """
 
 import re
@@ -17,21 +17,21 @@ from spmdrl.weights.boxes import Box
 Kind = Literal["vllm", "sglang", "hf"]
 Span = tuple[int, int]
 VOCAB_PADDING = 64
-"""vLLM and SGLang pad the rows of the embedding and of the head to a multiple of this before dividing them."""
+"""vLLM and SGLang pad the embedding and head rows to a multiple of this before sharding them."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that configs of different models use for the number of experts in a layer."""
+"""Config fields that hold the number of experts per layer; models use different names."""
 ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
-"""Modules and tensors of attention whose rows are divided by heads over the tp ranks."""
+"""Attention modules and tensors whose rows are sharded by head over the tp ranks."""
 WHOLE = (
     *("q_a_proj", "kv_a_proj_with_mqa", "indexer", "gate", "router", "shared_expert_gate"),
     *("e_score_correction_bias", "expert_bias", "score"),
 )
-"""Modules and tensors, in addition to norms, of which every rank holds a complete copy."""
+"""Modules and tensors, besides norms, that are replicated on every rank."""
 VOCAB = ("embed_tokens", "lm_head")
 
 
 def experts_of(config: Any) -> int:
-    """Return the number of experts in one layer, read from a text config; 0 for a dense model."""
+    """Return the number of experts per layer from a text config, or 0 for a dense model."""
     return next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
 
 
@@ -40,20 +40,20 @@ class Cut:
     """The part of one tensor that a rank holds."""
 
     boxes: list[Box]
-    """Ranges of the tensor; empty if the rank holds nothing of it."""
+    """Slices of the tensor; empty if the rank holds none of it."""
     group: Literal["vocabulary", "linear", "expert", "whole", "unknown"] = "whole"
-    """The kind of layer, which determines padding and quantization; `unknown`: no rule covers the name, so
-    the complete tensor is counted."""
+    """The layer type, which determines padding and quantization; `unknown` means that no rule matches the name and the
+    full tensor is counted."""
 
 
 class EngineLayout:
-    """The division of one model over the ranks of one kind of engine."""
+    """How one type of engine shards a model over its ranks."""
 
     def __init__(self, kind: Kind, config: Any, tp: int, dp: int = 1, ep: int = 1):
-        """config: transformers' config of the model. tp, dp, ep: values of `--rollout.tp`, `.dp` and `.ep`.
+        """config: the model's transformers config. tp, dp, ep: values of `--rollout.tp`, `.dp` and `.ep`.
 
         Raises:
-            ValueError: the HF engine cannot divide this model.
+            ValueError: the HF engine cannot shard this model.
         """
         self.kind, self.tp, self.dp, self.ep = kind, tp, dp, ep
         self.config = config.get_text_config()
@@ -64,7 +64,7 @@ class EngineLayout:
         self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
 
     def check(self) -> None:
-        """Check, as vLLM and SGLang do, that tp divides the heads and the MLPs of a dense model.
+        """Check, as vLLM and SGLang do, that tp divides a dense model's heads and MLP width.
 
         Raises:
             ValueError: tp does not divide them; the message names the flag and every value that works.
@@ -74,15 +74,15 @@ class EngineLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of one engine."""
+        """Number of ranks per engine."""
         return self.tp * self.dp
 
     def vocab_ranks(self, module: str) -> int:
-        """Return the number of ranks that divide the embedding or the head; SGLang divides a head over all ranks."""
+        """Return the number of ranks that shard the embedding or the head; SGLang shards a head over all ranks."""
         return self.ranks if self.kind == "sglang" and module == "lm_head" else self.tp
 
     def vocab_rows(self, module: str, rows: int) -> int:
-        """Return the rows, padding included, that a rank allocates for an embedding or a head with `rows` rows."""
+        """Return how many rows, including padding, a rank allocates for an embedding or head with `rows` rows."""
         if self.kind == "hf":
             return rows
         ranks, to = self.vocab_ranks(module), VOCAB_PADDING
@@ -91,10 +91,10 @@ class EngineLayout:
         return -(-(-(-rows // to) * to) // ranks)
 
     def cut(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Return the part of a checkpoint tensor that the rank at `place` (0 to tp x dp - 1) of an engine reads.
+        """Return the part of a checkpoint tensor that rank `place` (0 to tp x dp - 1) of an engine loads.
 
-        name, shape: name and shape of the complete tensor. place: place % tp is the rank's tp rank, and place // tp its
-        data-parallel copy.
+        name, shape: name and shape of the full tensor. place: rank within the engine; place % tp is its tp rank, and
+        place // tp its data-parallel replica.
         """
         whole = [tuple((0, n) for n in shape)]
         if self.kind == "hf":
@@ -109,7 +109,7 @@ class EngineLayout:
             ranks = self.vocab_ranks(module)
             rows = self.vocab_rows(module, shape[0])
             first = (place if ranks == self.ranks else tp) * rows
-            # The last ranks may hold only padding, so they need nothing of the tensor.
+            # The last ranks may hold only padding, so they load nothing.
             return Cut([_rows(shape, first, min(first + rows, shape[0]))] if first < shape[0] else [], "vocabulary")
         if "experts" in parts:
             return self._expert(parts, module, shape, place)
@@ -124,7 +124,7 @@ class EngineLayout:
         return self._mlp(module, shape, at, ranks, bias) or Cut(whole, "unknown")
 
     def _beyond(self, name: str) -> bool:
-        """Return True for layers of multi-token prediction, which an engine skips, such as layer 61 of DeepSeek-V3."""
+        """Return True for multi-token prediction layers, which engines skip, such as layer 61 of DeepSeek-V3."""
         found = re.search(r"\.layers\.(\d+)\.", name)
         return bool(found and int(found[1]) >= self.layers)
 
@@ -145,18 +145,18 @@ class EngineLayout:
         return None
 
     def _kv_rows(self, rows: int, tp: int) -> Span:
-        """Return the rows of keys or values on a tp rank; with more ranks than heads, some ranks hold equal rows."""
+        """Return a tp rank's key or value rows; with more ranks than heads, the rows are replicated."""
         if self.tp <= self.kv_heads:
             return tp * rows // self.tp, (tp + 1) * rows // self.tp
         head, size = tp * self.kv_heads // self.tp, rows // self.kv_heads
         return head * size, (head + 1) * size
 
     def _mlp_group(self, name: str, place: int) -> tuple[int, int]:
-        """Return this rank's position among the ranks that divide an MLP or shared experts, and these ranks' number."""
+        """Return this rank's index within the group that shards an MLP or shared experts, and the group size."""
         if self.kind == "sglang":
             return place, self.ranks
-        # Under vLLM's `use_sequence_parallel_moe`, the tp ranks of a dp copy process different tokens, so
-        # each rank holds the complete shared experts of DeepSeek models.
+        # Under vLLM's `use_sequence_parallel_moe`, the tp ranks of a dp replica process different tokens, so DeepSeek's
+        # shared experts are replicated on each rank.
         divides_tokens = self.ep > 1 and self.tp > 1 and self.dp > 1
         if divides_tokens and "shared_experts" in name and self.config.model_type.startswith(("deepseek", "kimi")):
             return 0, 1
@@ -172,7 +172,7 @@ class EngineLayout:
         return None
 
     def _expert(self, parts: list[str], module: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Return the part of a tensor of one expert, or of a tensor that packs all experts of a layer."""
+        """Return the part of a single expert's tensor, or of a tensor that stacks all experts of a layer."""
         at, ranks = (0, 1) if self.ep > 1 else (place, self.ranks)
         number = parts[parts.index("experts") + 1]
         first, last = self._held(place)
@@ -181,22 +181,22 @@ class EngineLayout:
                 return Cut([], "expert")
             cut = self._mlp(module, shape, at, ranks, parts[-1] == "bias")
             return Cut(cut.boxes, "expert") if cut else Cut([tuple((0, n) for n in shape)], "unknown")
-        # Packed weights are [E, 2I, H] and [E, H, I], or transposed [E, H, 2I] and [E, I, H]; packed biases are
-        # [E, 2I] and [E, H]. E is the number of experts, I the width of one expert, H the hidden size.
+        # Stacked weights are [E, 2I, H] and [E, H, I], or transposed [E, H, 2I] and [E, I, H]; stacked biases are
+        # [E, 2I] and [E, H]. E is the number of experts, I the expert intermediate size, H the hidden size.
         transposed = self.config.model_type in ("gpt_oss", "llama4_text") and len(shape) == 3
         inner = shape[1:]
         if "down_proj" in module:
             dim = None if "bias" in module else 0 if transposed else 1
             boxes = [_part(inner, dim, at, ranks) if dim is not None else tuple((0, n) for n in inner)]
         elif self.config.model_type == "gpt_oss":
-            # Gate and up rows of GPT-OSS alternate, so one range contains both.
+            # GPT-OSS interleaves gate and up rows, so a single range covers both.
             boxes = [_part(inner, len(inner) - 1, at, ranks)]
         else:
             boxes = _halves(inner, 1 if transposed else 0, at, ranks)
         return Cut([((first, last), *box) for box in boxes] if first < last else [], "expert")
 
     def _held(self, place: int) -> Span:
-        """Return the range of experts on a rank. If ep does not divide their number, the first ranks have one more."""
+        """Return the range of experts on a rank. If ep does not divide their number, the first ranks get one more."""
         if self.ep == 1:
             return 0, max(self.experts, 1)
         base, more = divmod(self.experts, self.ep)
@@ -205,7 +205,7 @@ class EngineLayout:
         return first, first + base + (place < more)
 
     def _hf(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Return the part of a tensor by transformers' tensor-parallel plan of the model (`engines/hf/start.py`)."""
+        """Return a tensor's part according to the model's transformers tensor-parallel plan (`engines/hf/start.py`)."""
         module, _, kind = name.rpartition(".")
         inside = module[at:] if (at := module.find("layers.")) >= 0 else module
         style = self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", inside))
@@ -223,13 +223,13 @@ def _rows(shape: tuple[int, ...], first: int, last: int) -> Box:
 
 
 def _part(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> Box:
-    """Return the box of part `at` of a tensor that is divided into `ranks` equal parts along a dimension."""
+    """Return the box of part `at` when a tensor is split into `ranks` equal parts along a dimension."""
     step = shape[dim] // ranks
     return tuple((at * step, (at + 1) * step) if d == dim else (0, n) for d, n in enumerate(shape))
 
 
 def _halves(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> list[Box]:
-    """Return the boxes of part `at` of both halves of a dimension: gate rows are the first half, up rows the second."""
+    """Split both halves of a dimension (gate rows, then up rows) into `ranks` parts; return the boxes of part `at`."""
     half = shape[dim] // 2
     step = half // ranks
     spans = [(start + at * step, start + (at + 1) * step) for start in (0, half)]

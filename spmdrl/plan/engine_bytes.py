@@ -1,7 +1,7 @@
-"""Computes the bytes of an engine's weights, workspace and KV cache on one rank, from the model's config and settings.
+"""Computes the size of an engine's weights, workspace and KV cache per rank from the model config and the settings.
 
-Weights include adapters and copies that the engine derives from weights. The cache consists of complete blocks, as in
-the engine. The workspace is an estimate from the buffers that `workspace_of` names.
+Weights include adapters and any tensors that the engine derives from weights. As in the engine, the cache consists of
+whole blocks. The workspace is estimated from the buffers listed in `workspace_of`.
 """
 
 import math
@@ -25,11 +25,11 @@ from spmdrl.weights.experts import Layout, full_box
 
 GIB = 1 << 30
 MLA_BLOCK = 64
-"""Number of tokens in one KV block of vLLM's kernels for latent attention on Hopper (`v1/attention/backends/mla`)."""
+"""KV block size in tokens of vLLM's latent attention kernels on Hopper (`v1/attention/backends/mla`)."""
 CPU_MLA_BLOCK = 16
-"""Number of tokens in one KV block of vLLM's CPU kernel for latent attention (`platforms/cpu.py`)."""
+"""KV block size in tokens of vLLM's CPU kernel for latent attention (`platforms/cpu.py`)."""
 OUTSIDE = GIB
-"""Estimated bytes of a GPU for an engine's communication buffers, kernels and CUDA graphs, outside torch's tensors."""
+"""Estimated GPU memory in bytes that an engine uses outside torch: communication buffers, kernels, CUDA graphs."""
 
 
 @dataclass
@@ -38,15 +38,15 @@ class Cache:
 
     bytes: int
     tokens: int
-    """Number of tokens that fit, of all sequences together."""
+    """Total number of tokens that fit."""
     sequences: int
-    """Number of sequences of the longest length that fit."""
+    """Number of maximum-length sequences that fit."""
     lack: int = 0
-    """Bytes that are missing for one sequence of the longest length; 0 if it fits."""
+    """Bytes missing to fit one maximum-length sequence, or 0 if it fits."""
 
 
 def kind_of(cfg: Config, on_gpu: bool) -> Kind:
-    """Return the engine that a run would use; for GPUs, `auto` means vLLM if it supports the dtype, else hf."""
+    """Return the engine that a run would use; on GPUs, `auto` selects vLLM if it supports the dtype, else hf."""
     if cfg.rollout.engine == "auto" and on_gpu:
         return "vllm" if cfg.model.dtype != "float64" else "hf"
     name = engine_name(cfg)
@@ -54,17 +54,17 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
 
 
 def longest_of(cfg: Config, config: Any) -> int:
-    """Return the maximum number of tokens in a sequence, as `engines.engine.longest_sequence` does from a folder."""
+    """Return the maximum sequence length in tokens, as `engines.engine.longest_sequence` does for a model folder."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
 
 def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> int:
-    """Return the largest number of tokens in one forward of a rank on a GPU, by the engine's own defaults.
+    """Return the maximum number of tokens per forward pass on a GPU rank under the engine's defaults.
 
     vLLM's `EngineArgs.get_batch_defaults` gives `LLM` 16,384 tokens on GPUs of 70 GiB and more, else 8,192.
-    SGLang takes the prefill chunk of its `arg_groups/memory_hook.py`, divided by the number of attention copies. The HF
-    engine prefills the prompts of a full batch in one forward.
+    SGLang uses the prefill chunk size from `arg_groups/memory_hook.py`, divided by the number of attention replicas.
+    The HF engine prefills the prompts of a full batch in one forward pass.
     """
     if layout.kind == "sglang":
         chunks = ((160, 16384), (60, 8192), (20, 4096), (0, 2048))
@@ -76,13 +76,13 @@ def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
 
 
 def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> dict[str, int]:
-    """Estimate the bytes, by purpose, that an engine on a GPU needs in addition to weights and cache.
+    """Estimate the bytes that an engine on a GPU needs in addition to weights and cache, by purpose.
 
-    T is the number of tokens in a forward, H the hidden size, V the vocabulary, S the number of sequences, K the number
-    of experts that a token uses, I the width of an expert. Logits: float32 [S, V] for logits and log-probabilities.
-    Hidden states [T, ...]: the residual, a layer's input and the widest layer's output. Experts: vLLM's two workspaces
-    [T of all copies, K, max(H, 2I)] (`TritonExperts.workspace_shapes`). Latent attention: the unpacked keys and values
-    of up to 65,536 cached tokens in a prefill (`MLACommonMetadataBuilder`).
+    T is the number of tokens in a forward pass, H the hidden size, V the vocabulary size, S the number of sequences, K
+    the number of experts per token, I the expert intermediate size. Logits: float32 [S, V] for logits and
+    log-probabilities. Hidden states [T, ...]: the residual, a layer's input and the widest layer's output. Experts:
+    vLLM's two workspaces [T over all replicas, K, max(H, 2I)] (`TritonExperts.workspace_shapes`). Latent attention:
+    decompressed keys and values of up to 65,536 cached tokens during prefill (`MLACommonMetadataBuilder`).
     """
     text, width = layout.config, DTYPES[cfg.model.dtype].itemsize
     tokens = batch_tokens(cfg, layout, longest, gpu_memory)
@@ -109,7 +109,7 @@ def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
 
 
 def rotary_bytes(text: Any) -> int:
-    """Return the bytes of the rotary table of sines and cosines, which is float32 and shared by all layers."""
+    """Return the size in bytes of the float32 rotary sin/cos table, which all layers share."""
     rotary = getattr(text, "qk_rope_head_dim", None) or getattr(text, "head_dim", None)
     return 4 * (getattr(text, "max_position_embeddings", None) or 0) * (rotary or 128)
 
@@ -117,8 +117,8 @@ def rotary_bytes(text: Any) -> int:
 def cache_of(cfg: Config, layout: EngineLayout, longest: int, held: int, gpu_memory: int | None) -> Cache:
     """Compute the size of one rank's KV cache.
 
-    held: bytes of weights and workspace that the engine's share of a GPU must hold in addition to the cache.
-    gpu_memory: bytes of a GPU; None for an engine on a CPU.
+    held: bytes of weights and workspace that share the engine's GPU budget with the cache. gpu_memory: memory of a GPU
+    in bytes, or None for a CPU engine.
     """
     text, tp, dtype = layout.config, layout.tp, cfg.model.dtype
     per_token = kv_bytes_per_token(text, dtype, tp)
@@ -129,10 +129,10 @@ def cache_of(cfg: Config, layout: EngineLayout, longest: int, held: int, gpu_mem
         block = _block(text, gpu_memory is None)
         one, spare = -(-longest // block) * block, block
     else:
-        # SGLang adds one page of padding to its pool; a page has one token.
+        # SGLang adds one padding page of one token to its pool.
         block, one, spare = 1, longest + SPARE_TOKENS, 1
     if gpu_memory is not None:
-        # A fixed size may exceed the GPU's memory; the sum of the rollout phase then shows that the job does not fit.
+        # A fixed size can exceed the GPU's memory; the rollout phase total then shows that the job does not fit.
         free = fixed or int(gpu_memory * cfg.rollout.gpu_memory_utilization) - held
     elif layout.kind == "vllm":
         free = fixed or cpu_kv_bytes(text, sequences, longest, dtype, tp)
@@ -146,17 +146,17 @@ def cache_of(cfg: Config, layout: EngineLayout, longest: int, held: int, gpu_mem
 
 
 def _block(text: Any, on_cpu: bool) -> int:
-    """Return the number of tokens in one block of vLLM's cache."""
+    """Return vLLM's KV block size in tokens."""
     if getattr(text, "kv_lora_rank", None):
         return CPU_MLA_BLOCK if on_cpu else MLA_BLOCK
     return CPU_BLOCK if on_cpu else GPU_BLOCK
 
 
 def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) -> Cache:
-    """Compute the HF engine's cache at its peak, when all sequences of a full batch have the longest length."""
+    """Compute the HF engine's peak cache, reached when all sequences of a full batch have maximum length."""
     width = DTYPES[cfg.model.dtype].itemsize
     if getattr(text, "kv_lora_rank", None):
-        # transformers caches the unpacked keys and values of every head, not the latent vectors.
+        # transformers caches decompressed keys and values for every head instead of latent vectors.
         head = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
         per_token = text.num_hidden_layers * text.num_attention_heads // tp * head * width
     else:
@@ -168,38 +168,38 @@ def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) ->
 
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks to which vLLM 0.32 pads the rank of an adapter (`vllm.config.lora.MaxLoRARanks`)."""
+"""LoRA ranks to which vLLM 0.32 pads adapters (`vllm.config.lora.MaxLoRARanks`)."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM fuses into one layer: if one of them has an adapter, vLLM allocates adapters for all of them."""
+"""Layers that vLLM fuses: if any of them has an adapter, vLLM allocates adapters for all of them."""
 
 
 @dataclass
 class Model:
-    """The tensors of a checkpoint, without values."""
+    """The tensors of a checkpoint, without their values."""
 
     entries: list[Entry]
     linear: set[str] = field(default_factory=set)
-    """Names of the weights of all linear layers but the head, which the HF engine can quantize and LoRA can adapt."""
+    """Weight names of all linear layers except the head; the HF engine can quantize them and LoRA can adapt them."""
     buffers: set[str] = field(default_factory=set)
-    """Names of persistent buffers (routing biases), which the HF engine does not count."""
+    """Names of persistent buffers (routing biases), which the HF engine's byte count omits."""
 
 
 @dataclass
 class Weights:
-    """Bytes of an engine's parameters on one rank."""
+    """Size of an engine's parameters on one rank."""
 
     bytes: int = 0
-    """Bytes of parameters and adapters, as a real engine's `bytes_by_owner` reports them before it samples."""
+    """Bytes of parameters and adapters, as reported by a real engine's `bytes_by_owner` before sampling."""
     beside: int = 0
-    """Bytes of matrices that the engine derives from its weights and does not count as parameters."""
+    """Bytes of matrices that the engine derives from its weights but does not count as parameters."""
     packed: int = 0
-    """Bytes that vLLM's CPU build adds when it first samples: copies of linear layers in its kernels' layout."""
+    """Bytes that vLLM's CPU build adds when it first samples: linear weights repacked into its kernels' layout."""
     unknown: list[str] = field(default_factory=list)
-    """Names of tensors that no rule covers, so their full size is counted."""
+    """Names of tensors that match no rule and are counted at full size."""
 
 
 def model_of(config: Any, trust_remote_code: bool = False) -> Model:
-    """Return the tensors of a model's checkpoint: its parameters (tied ones only once) and its persistent buffers."""
+    """Return the tensors in a model's checkpoint: parameters (tied ones only once) and persistent buffers."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -215,7 +215,7 @@ def model_of(config: Any, trust_remote_code: bool = False) -> Model:
 
 
 def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_cpu: bool) -> Weights:
-    """Return the bytes of an engine's parameters on its rank number `place`."""
+    """Return the size of an engine's parameters on rank `place` of the engine."""
     out, width = Weights(), DTYPES[cfg.model.dtype].itemsize
     tied = not any(entry.name.endswith("lm_head.weight") for entry in model.entries)
     for entry in model.entries:
@@ -227,13 +227,13 @@ def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_c
             out.unknown.append(name)
         held = _bytes_of(cfg, layout, model, entry, cut)
         out.bytes += held + _adapter_bytes(cfg, layout, model, name, cut)
-        # Latent attention multiplies by views of kv_b_proj's weight and does not run the layer, so vLLM packs no copy.
+        # Latent attention uses views of kv_b_proj's weight and never calls the layer, so vLLM does not repack it.
         layer = cut.group in ("linear", "whole") and "kv_b_proj" not in name
         if len(entry.shape) == 2 and (layer or (cut.group == "vocabulary" and ("lm_head" in name or tied))):
             out.packed += held
     out.packed = min(out.packed, MOST_PACKED) if layout.kind == "vllm" and on_cpu else 0
-    # Latent attention splits kv_b_proj into W_UK and W_UV. In vLLM they are views of its weight, or copies if the
-    # weight is quantized; in SGLang they are always copies.
+    # Latent attention splits kv_b_proj into W_UK and W_UV. In vLLM these are views of its weight, or copies if it is
+    # quantized; in SGLang they are always copies.
     text = layout.config
     if rank := getattr(text, "kv_lora_rank", None):
         absorbed = text.num_hidden_layers * layout.heads // layout.tp * rank * (text.qk_nope_head_dim + text.v_head_dim)
@@ -245,23 +245,23 @@ def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_c
 
 
 def _bytes_of(cfg: Config, layout: EngineLayout, model: Model, entry: Entry, cut: Cut) -> int:
-    """Return the bytes of one tensor on a rank, in the engine's dtype, or quantized to 8 bits with its scales."""
+    """Return the size of one tensor on a rank, in the engine's dtype or quantized to 8 bits plus scales."""
     numbers = sum(size(box) for box in cut.boxes)
     if cut.group == "vocabulary":
         numbers = math.prod(entry.shape[1:]) * layout.vocab_rows(entry.name.split(".")[-2], entry.shape[0])
     rounds = entry.name in model.linear if layout.kind == "hf" else cut.group in ("linear", "expert")
     if cfg.rollout.quantization != "none" and rounds and len(entry.shape) > 1:
-        # vLLM and SGLang store one scale for each matrix; the HF engine stores one for each row.
+        # vLLM and SGLang store one scale per matrix, the HF engine one per row.
         scales = sum(box[0][1] - box[0][0] for box in cut.boxes) if layout.kind == "hf" else len(cut.boxes)
         return numbers + 4 * scales
-    # Engines keep routing biases in float32; vLLM also keeps the routers of GLM-4.5 in float32.
+    # Engines keep routing biases in float32; vLLM also keeps GLM-4.5 router weights in float32.
     router = entry.name.endswith("mlp.gate.weight") and layout.config.model_type == "glm4_moe"
     wide = entry.name.endswith("e_score_correction_bias") or (router and layout.kind == "vllm")
     return numbers * (4 if wide and layout.kind != "hf" else DTYPES[cfg.model.dtype].itemsize)
 
 
 def _adapter_bytes(cfg: Config, layout: EngineLayout, model: Model, name: str, cut: Cut) -> int:
-    """Return the bytes of a layer's adapter, A [r, in] and B [out, r], on a rank; 0 without an adapter."""
+    """Return the size of a layer's adapter, A [r, in] and B [out, r], on a rank, or 0 if it has none."""
     if "adapter" not in pushed_parts(cfg) or name not in model.linear or not cut.boxes:
         return 0
     layer, rank = name.split(".")[-2], cfg.lora.rank

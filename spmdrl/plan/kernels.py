@@ -1,4 +1,4 @@
-"""Replaces GPU kernels (Triton, flash-attn) by functions that allocate the same memory and count the operations."""
+"""Replaces GPU kernels (Triton, flash-attn) with functions that allocate the same memory and count FLOPs."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,22 +10,22 @@ from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
 
 COUNTED: list[Paper] = []
-"""The `Paper` in which the substitutes count operations; a process has only one."""
+"""The `Paper` in which the substitutes count FLOPs; there is only one per process."""
 
 
 class Rows:
-    """Replaces the row operations of `TritonRows`, which work in place and allocate nothing."""
+    """Replaces the in-place row operations of `TritonRows`, which allocate nothing."""
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Replaces `TritonRows.borrow`; returns the logits themselves, not a copy."""
+        """Replaces `TritonRows.borrow`; returns the logits themselves rather than a copy."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, *args: Any) -> None:
-        """Replaces `TritonRows.add_stats_`; marks the values of the changed state as unknown."""
+        """Replaces `TritonRows.add_stats_`; marks the updated state as unknown."""
         COUNTED[0].numbers.forget(state_4C)
 
     def add_rounded_(self, exact_CV, state_4C, kept_CV, kept_4C, *args: Any) -> None:
-        """Replaces `TritonRows.add_rounded_`; marks the values of the changed tensors as unknown."""
+        """Replaces `TritonRows.add_rounded_`; marks the updated tensors as unknown."""
         for changed in (state_4C, kept_CV, kept_4C):
             COUNTED[0].numbers.forget(changed)
 
@@ -35,7 +35,7 @@ class Rows:
         return logp_C, entropy_C, norm_2C  # type: ignore[return-value]
 
     def logit_gradient(self, logits_CV, *args: Any, out_CV: torch.Tensor | None = None) -> torch.Tensor:
-        """Replaces `TritonRows.logit_gradient`; returns the tensor into which the gradient is written."""
+        """Replaces `TritonRows.logit_gradient`; returns the tensor that receives the gradient."""
         return logits_CV if out_CV is None else out_CV
 
 
@@ -49,7 +49,7 @@ def _tagged(paper: Paper, tag: str, function: Callable) -> Callable:
 
 
 def install(paper: Paper, kind: str) -> None:
-    """Replace the kernels. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
+    """Install the substitute kernels. kind: `cuda` or `cpu`, the device type that the meta device stands in for."""
     COUNTED[:] = [paper]
     from spmdrl_kernels import blocks, chunked, distill, host, linear
 
@@ -65,7 +65,7 @@ def install(paper: Paper, kind: str) -> None:
         _as_host()
         return
     host.AVAILABLE = False
-    # On a GPU, cuBLAS multiplies bfloat16 matrices into a float32 result, so the matrices are not copied to float32.
+    # On a GPU, cuBLAS multiplies bfloat16 matrices into a float32 output, so no float32 copies are made.
     blocks.widens = blocks.narrow
     blocks.product_ = _product
     for module in (linear, chunked):
@@ -74,7 +74,7 @@ def install(paper: Paper, kind: str) -> None:
 
 
 def _as_host() -> None:
-    """Make the meta device look like a CPU to code that checks a tensor's device and to torch's attention."""
+    """Make the meta device look like a CPU to torch's attention and to code that checks a tensor's device."""
     torch.Tensor.is_cpu = property(lambda x: x.device.type in ("cpu", "meta"))  # type: ignore
     functional: Any = torch.nn.functional
     own = functional.scaled_dot_product_attention
@@ -89,7 +89,7 @@ def _as_host() -> None:
 
 
 def _product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
-    """Count the operations of a matrix product that cuBLAS writes into `total` without an intermediate buffer."""
+    """Count the FLOPs of a matmul that cuBLAS writes into `total` without an intermediate buffer."""
     COUNTED[0].flops += 2 * a.numel() * b.shape[1]
 
 
@@ -105,14 +105,14 @@ def _attention() -> None:
 
 
 def attend(kernel, q_QHd, k_NKd, v_NKe, runs, scale, window=None, softcap=None) -> torch.Tensor:
-    """Replaces `varlen.attend`; allocates as much memory as flash-attn does, and counts its operations."""
+    """Replaces `varlen.attend`; allocates as much memory as flash-attn does and counts its FLOPs."""
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
     return _Attention.apply(q_QHd, k_NKd, v_NKe, runs)  # type: ignore[return-value]
 
 
 class _Attention(torch.autograd.Function):
-    """Replaces flash-attn; keeps its inputs, its output and one float32 per query and head for the backward pass."""
+    """Replaces flash-attn; saves inputs, output and one float32 per query and head for the backward pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, runs):
@@ -126,22 +126,22 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, _, _ = ctx.saved_tensors
         _add_flops(q, k, v, ctx.runs, 2.5)
-        # flash-attn sums the gradient of the queries in a float32 buffer.
+        # flash-attn accumulates the query gradient in a float32 buffer.
         summed = q.new_empty(q.shape, dtype=torch.float32)
         del summed
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _add_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Any, times: float) -> int:
-    """Count and return the operations of causal attention: those of its forward pass, multiplied by `times`.
+    """Count and return the FLOPs of causal attention: forward-pass FLOPs multiplied by `times`.
 
-    The forward pass has two matrix products over all pairs of a query and a key that is not later than the query.
+    The forward pass has two matrix products over all (query, key) pairs in which the key is not later than the query.
     """
     ends_q, ends_k = COUNTED[0].numbers.value_of(runs.ends_q), COUNTED[0].numbers.value_of(runs.ends_k)
     if ends_q is None or ends_k is None:
         return 0
     queries, keys = ends_q.diff().double(), ends_k.diff().double()
-    # In each sequence, the last query attends to all keys, and the first query to (keys - queries + 1) of them.
+    # In each sequence, the last query attends to all keys and the first to (keys - queries + 1) of them.
     pairs = float((queries * (keys - (queries - 1) / 2)).sum())
     flops = int(2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2]) * times)
     COUNTED[0].flops += flops

@@ -1,4 +1,4 @@
-"""Groups the ranks of a job into kinds; one rank of each kind is planned, and its plan stands for all of them."""
+"""Groups the ranks of a job into kinds. One rank of each kind is planned and represents all others of that kind."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,24 +10,24 @@ from spmdrl.spmd.roles import roles_of
 
 @dataclass(frozen=True)
 class Kind:
-    """A group of ranks of which one is planned; the others are taken to need at most as much memory and traffic."""
+    """A group of ranks represented by one planned rank; the others are assumed to need no more memory and traffic."""
 
     name: str
     rank: int
-    """Number of the rank that is planned for this kind."""
+    """The rank that is planned for this kind."""
     ranks: int
-    """Number of ranks of this kind."""
+    """Number of ranks in this kind."""
     stage: int = 0
     """Pipeline stage of the planned rank."""
     alike: tuple[int, ...] = (0,)
-    """All pipeline stages of this kind, each with the same number of ranks."""
+    """All pipeline stages in this kind, each with the same number of ranks."""
 
 
 def folder_of(path: str, trust_remote_code: bool = False) -> Path:
-    """Return the folder with the config.json of a model; the folder may lack the weights.
+    """Return the folder that contains a model's config.json; the weights need not be there.
 
     Raises:
-        ValueError: no folder with a config.json is found; the message names the next step.
+        ValueError: no folder with a config.json was found; the message suggests what to do.
     """
     from spmdrl.hub.resolve import resolve
     from spmdrl.hub.shipped import shipped
@@ -37,7 +37,7 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
 
 
 def config_of(cfg: Config) -> Any:
-    """Return transformers' config of the policy's model. Raises ValueError if its config.json is not found."""
+    """Return the transformers config of the policy model. Raises ValueError if its config.json is not found."""
     from transformers import AutoConfig
 
     trust = cfg.model.trust_remote_code
@@ -45,9 +45,10 @@ def config_of(cfg: Config) -> Any:
 
 
 def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
-    """Return the number of layers of each pipeline stage, and for each layer True if it has experts.
+    """Return the number of layers per pipeline stage, and for each layer whether it has experts.
 
-    FSDP has one stage, and False stands for all of its layers, because experts make no difference to its ranks.
+    With FSDP there is one stage, and all layers are reported as False, because experts make no difference between its
+    ranks.
     """
     text = hf_config.get_text_config()
     count = text.num_hidden_layers
@@ -66,17 +67,17 @@ def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
 
 
 def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> list[Kind]:
-    """Return the kinds of ranks of a job.
+    """Return the kinds of ranks in a job.
 
-    Among pipeline stages with equal layers, only the first is planned, because it has the most micro-batches in flight.
+    Among pipeline stages with identical layers, only the first is planned, as it has the most micro-batches in flight.
     Among the ranks of one stage, only the first is planned: FSDP pads all shards to the same length, and the first rank
     has the most rows.
 
     Args:
         cfg: the run's settings.
         world: number of ranks of the job.
-        layers: number of layers of each pipeline stage; one number without pipeline parallelism.
-        sparse: for each layer of the model, True if it has experts.
+        layers: number of layers per pipeline stage; a single number without pipeline parallelism.
+        sparse: for each layer of the model, whether it has experts.
     """
     roles = roles_of(cfg.parallel, world)
     each = len(roles.trainers) // len(layers)

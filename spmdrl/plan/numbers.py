@@ -1,8 +1,8 @@
 """Tracks the known values of meta tensors through every operation.
 
-A simulated program reads some values of tensors: lengths, masks, and the number of tokens of each expert. Values that
-come from the host are therefore tracked, and tokens are assumed to choose experts evenly. Values that depend on weights
-are unknown; a program that reads an unknown float gets 1.
+A simulated program reads some tensor values: lengths, masks, and the number of tokens per expert. Values that originate
+on the host are therefore tracked, and tokens are assumed to be routed evenly. Values that depend on weights are
+unknown; reading an unknown float returns 1.
 """
 
 import math
@@ -15,49 +15,49 @@ from spmdrl.plan.storages import Storages
 
 META = torch.device("meta")
 MOST_KNOWN = {"activations": 1 << 25}
-"""Purpose -> maximum number of elements of a tensor whose values are tracked; `activations` include masks."""
+"""Purpose -> maximum number of elements of a tracked tensor; `activations` includes masks."""
 FEW_KNOWN = 1 << 20
-"""The same maximum for every other purpose, such as a model's buffers."""
+"""The same limit for all other purposes, such as model buffers."""
 aten = torch.ops.aten
 Spec = tuple[list[int], list[str]]
-"""Layout of flattened arguments: for each argument, its length if it is a list, else -1; and the keywords' names."""
+"""Layout of flattened arguments: the length of each argument that is a list, else -1; and the keyword names."""
 
 
 class Numbers:
     """The known values of meta tensors."""
 
     def __init__(self, storages: Storages):
-        """storages: live storages of the device. Their `tag`, the current purpose, limits which tensors are tracked."""
+        """storages: the device's live storages. Their current `tag` (purpose) sets the size limit for tracking."""
         self.storages = storages
         self.known: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
-        """id of a tensor -> weak reference to the tensor, and its values on the host."""
+        """Tensor id -> weak reference to the tensor, and its values on the host."""
         self.unknown: set[int] = set()
-        """Storages into which unknown values were written; all tensors in them are unknown."""
+        """Storages that contain unknown values; every tensor in them is unknown."""
 
     def value_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor, on the host; None if they are unknown."""
+        """Return a tensor's values on the host, or None if they are unknown."""
         found = self.known.get(id(x))
         if found is None or found[0]() is not x or x.untyped_storage()._cdata in self.unknown:
             return None
         return found[1]
 
     def record(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the values of a tensor. value: the values, as a host tensor of the same shape."""
+        """Record a tensor's values. value: host tensor of the same shape."""
         key = id(x)
         self.known[key] = weakref.ref(x, lambda _: self.known.pop(key, None)), value
 
     def forget(self, x: torch.Tensor) -> None:
-        """Record that unknown values were written into a tensor, and so into all tensors that share its storage."""
+        """Mark a tensor, and all tensors that share its storage, as unknown."""
         self.known.pop(id(x), None)
         storage = x.untyped_storage()
         key = storage._cdata
         if x.device.type == "meta" and key not in self.unknown:
             self.unknown.add(key)
-            # The entry is removed when the storage is freed, before another storage gets its address.
+            # Remove the entry when the storage is freed, before its address can be reused.
             weakref.finalize(storage, self.unknown.discard, key)
 
     def is_known(self, func: Any, flat: list, spec: Any, tensors: list[torch.Tensor]) -> bool:
-        """Return True if an operation's results follow from known values, and are few enough to compute."""
+        """Return True if an operation's results depend only on known values and are small enough to compute."""
         if func.overloadpacket in _FILLS:
             args, kwargs = tree_unflatten(flat, spec)
             shape = args[0]
@@ -73,11 +73,11 @@ class Numbers:
         return all(x.device.type != "meta" or self.value_of(x) is not None for x in tensors)
 
     def most(self) -> int:
-        """Return the largest number of elements of a tensor whose values are tracked, for the current purpose."""
+        """Return the maximum number of elements of a tracked tensor for the current purpose."""
         return MOST_KNOWN.get(self.storages.tag, FEW_KNOWN)
 
     def number(self, x: torch.Tensor) -> Any:
-        """Return the value of a tensor with one element; 1.0 for an unknown float.
+        """Return the value of a one-element tensor, or 1.0 for an unknown float.
 
         Raises:
             RuntimeError: the value is an unknown integer.
@@ -93,7 +93,7 @@ class Numbers:
         )
 
     def of_known(self, func: Any, flat: list, spec: Any, tensors: list[torch.Tensor]) -> Any:
-        """Run an operation on the host with known values, and record its results."""
+        """Run an operation on known values on the host, and record its results."""
         like = func.overloadpacket in _FILLS
         host = [self._value(x, like) if isinstance(x, torch.Tensor) else x for x in flat]
         host = ["cpu" if isinstance(x, torch.device) else x for x in host]
@@ -105,7 +105,7 @@ class Numbers:
             value = func(*args, **kwargs)
         for x, h in zip(flat, host, strict=True):
             if isinstance(value, torch.Tensor) and value is h and isinstance(x, torch.Tensor):
-                # The operation works in place, so its result is the meta tensor that it changed.
+                # An in-place operation returns the meta tensor that it modified.
                 return x
         if isinstance(value, torch.Tensor) and func.is_view and tensors and tensors[0].device.type == "meta":
             meta_args, meta_kwargs = tree_unflatten(flat, spec)
@@ -124,14 +124,14 @@ class Numbers:
         return self.recorded(value) if isinstance(value, torch.Tensor) else value
 
     def _value(self, x: torch.Tensor, like: bool) -> torch.Tensor:
-        """Return a tensor's known values on the host. like: True to replace unknown values by uninitialized ones."""
+        """Return a tensor's known values on the host. like: True to return uninitialized values if they are unknown."""
         value = self.value_of(x)
         if value is None and like and x.device.type == "meta":
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         return x if value is None else value
 
     def recorded(self, value: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Record values for the meta tensor `out`, unless they are too many, and return it; None: create the tensor."""
+        """Record values for the meta tensor `out` (created if None), unless it is too large, and return it."""
         if out is None:
             out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
         if value.numel() <= self.most():
@@ -139,7 +139,7 @@ class Numbers:
         return out
 
     def mask(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the values of a mask, on the host.
+        """Return a mask's values on the host.
 
         Raises:
             RuntimeError: the values are unknown.
@@ -150,13 +150,13 @@ class Numbers:
         return value
 
     def indices(self, x: Any) -> list[Any]:
-        """Return the indices along each dimension of a mask's true elements; return any other index unchanged."""
+        """Convert a mask to index tensors, one per dimension; return any other index unchanged."""
         if isinstance(x, torch.Tensor) and x.dtype == torch.bool:
             return [self.recorded(rows) for rows in self.mask(x).nonzero(as_tuple=True)]
         return [x]
 
     def choose(self, chosen: torch.Tensor, among: int) -> None:
-        """Record evenly chosen experts (0 to `among` - 1 in turn), because the real choice depends on weights."""
+        """Record an even expert assignment (0 to `among` - 1 in turn), because real routing depends on weights."""
         self.record(chosen, (torch.arange(chosen.numel()) % among).view(chosen.shape))
 
 
@@ -164,18 +164,18 @@ _FILLS = {
     *(aten.zeros, aten.ones, aten.full, aten.arange, aten.zeros_like, aten.ones_like, aten.full_like),
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.scalar_tensor),
 }
-"""Operations whose results do not depend on the values of other tensors."""
+"""Operations whose results do not depend on tensor values."""
 _UNSET = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.rand_like, aten.randn_like, aten.bernoulli}
 """Operations with undefined or random results."""
 
 
 def is_host(x: Any) -> bool:
-    """Return True for a host tensor with at least one dimension, which torch cannot combine with meta tensors."""
+    """Return True for a host tensor of at least one dimension, which torch cannot combine with meta tensors."""
     return isinstance(x, torch.Tensor) and x.device.type != "meta" and x.ndim > 0
 
 
 def tree_flatten(arguments: tuple[tuple, dict]) -> tuple[list, Spec]:
-    """Flatten the arguments of an operation, whose lists contain only tensors or numbers."""
+    """Flatten an operation's arguments; lists among them contain only tensors or numbers."""
     args, kwargs = arguments
     flat, lengths = [], []
     for x in (*args, *kwargs.values()):
@@ -189,7 +189,7 @@ def tree_flatten(arguments: tuple[tuple, dict]) -> tuple[list, Spec]:
 
 
 def tree_unflatten(flat: list, spec: Spec) -> tuple[tuple, dict]:
-    """Return the arguments from which `tree_flatten` made these values."""
+    """Rebuild the arguments that `tree_flatten` flattened."""
     lengths, names = spec
     out, at = [], 0
     for n in lengths:

@@ -1,8 +1,8 @@
-"""Counts the memory, traffic and operations of a rank's program on meta tensors (tensors without data).
+"""Counts the memory, traffic and FLOPs of a rank's program on meta tensors (tensors without data).
 
-A plan runs the program itself on torch's `meta` device, which replaces the device of a rank. `Paper` intercepts every
-operation: it tracks the live storages, and adds up the bytes of collectives by axis and the floating-point operations
-of matrix products and attention. Classes with "Paper" in their name belong to the simulation.
+A plan runs the real program on torch's `meta` device in place of the rank's device. `Paper` intercepts every operation:
+it tracks live storages, and sums the bytes of collectives per axis and the FLOPs of matrix products and attention.
+Classes with "Paper" in their name belong to the simulation.
 """
 
 from collections import Counter
@@ -19,16 +19,16 @@ from spmdrl.plan.traffic import Traffic
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._grouped_mm: 0}
-"""Matrix product -> position of the first matrix in its arguments.
+"""Matrix product -> index of the argument that is its first matrix.
 
-`_grouped_mm` multiplies each row by only one of several matrices, so its operations are counted like those of `mm`."""
+`_grouped_mm` multiplies each row by only one of several matrices, so its FLOPs are counted as for `mm`."""
 
 
 class Paper(Storages, TorchDispatchMode):
-    """Counts memory, traffic and operations of the program inside this context."""
+    """Context manager that counts the memory, traffic and FLOPs of the program that runs inside it."""
 
     def __init__(self, traffic: Traffic | None = None, device: str = "meta"):
-        """traffic: counts the collectives. device: type of the counted device: `meta` in plans, `cpu` in real runs."""
+        """traffic: counts the collectives. device: device type to count: `meta` in plans, `cpu` in real runs."""
         Storages.__init__(self, device)
         TorchDispatchMode.__init__(self)
         self.traffic, self.numbers = traffic or Traffic(), Numbers(self)
@@ -38,14 +38,14 @@ class Paper(Storages, TorchDispatchMode):
         self.host: dict[str, int] = {}
         """Bytes in host memory, by purpose."""
         self.parked: Counter[str] = Counter()
-        """Bytes of tensors off the device, by place (`host`, `disk`)."""
+        """Bytes of offloaded tensors, by location (`host`, `disk`)."""
         self.to_host = self.from_host = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run one operation, and count its memory, traffic and floating-point operations."""
+        """Run one operation and count its memory, traffic and FLOPs."""
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            # DTensor splits the operation into operations on local shards, which are counted when they run.
+            # DTensor dispatches operations on local shards, which are counted when they run.
             return NotImplemented
         if self.aside:
             return func(*args, **kwargs)
@@ -64,7 +64,7 @@ class Paper(Storages, TorchDispatchMode):
         return out
 
     def _record_gather(self, func: Any, args: tuple) -> None:
-        """Record the result of an all-gather as if all ranks sent this rank's values; unknown ones make it unknown."""
+        """Record an all-gather's result as if all ranks sent this rank's values; unknown values make it unknown."""
         if self.device == "meta" and func is torch.ops.c10d._allgather_base_.default:
             into, mine = args[0], args[1]
             value = self.numbers.value_of(mine)
@@ -109,7 +109,7 @@ class Paper(Storages, TorchDispatchMode):
         return device is not None and torch.device(device).type != "meta" and args[0].device.type == "meta"
 
     def _host_copy(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Copy a tensor's known values to the host, or ones if they are unknown."""
+        """Copy a tensor's values to the host, or return ones if they are unknown."""
         source = args[1] if func is aten.copy_.default else args[0]
         value = self.numbers.value_of(source)
         if value is None:
@@ -120,7 +120,7 @@ class Paper(Storages, TorchDispatchMode):
 
 
 def _grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Multiply experts' matrices in bfloat16, the only dtype that `_grouped_mm` supports; return the inputs' dtype."""
+    """Multiply expert matrices in bfloat16, the only dtype that `_grouped_mm` supports; keep the input dtype."""
     out = func(
         *(x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args), **kwargs
     )
@@ -128,7 +128,7 @@ def _grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Return the floating-point operations of a matrix product or of attention; 0 for other operations."""
+    """Return the FLOPs of a matrix product or of attention, or 0 for other operations."""
     packet = func.overloadpacket
     if packet in PRODUCTS:
         a, b = args[PRODUCTS[packet]], args[PRODUCTS[packet] + 1]
@@ -140,7 +140,7 @@ def _flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 def _changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Return the tensors that an operation writes into."""
+    """Return the tensors that an operation writes to."""
     changed: list[torch.Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -151,4 +151,4 @@ def _changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 _BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 _NO_OPERATION = {aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr}
-"""In-place operations that torch cannot run on meta tensors, so a plan skips them."""
+"""In-place operations that torch cannot run on meta tensors; they are skipped."""

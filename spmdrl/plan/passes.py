@@ -1,4 +1,4 @@
-"""Simulates only a few micro-batches of each pass of a step; `scale.py` extrapolates them to the complete step."""
+"""Simulates only a few micro-batches of each pass in a step; `scale.py` extrapolates to the full step."""
 
 import sys
 from collections.abc import Iterator
@@ -19,29 +19,29 @@ STARTS = ("spmdrl.policy.fsdp.policy", "spmdrl.policy.megatron.schedule")
 
 @dataclass
 class Pass:
-    """The memory, operations and traffic of one pass over some micro-batches."""
+    """Memory, FLOPs and traffic of one pass over some micro-batches."""
 
     micros: int
     peak: Moment
     flops: int
     traffic: Traffic
     kept: int = 0
-    """Bytes that the pass allocates before its first micro-batch, plus bytes that are live at its end.
+    """Bytes that the pass allocates before its first micro-batch, plus bytes still live when it ends.
 
-    Both may grow with `micros`."""
+    Both can grow with `micros`."""
 
 
 @dataclass
 class Work:
-    """One kind of pass of a model, measured with several numbers of micro-batches; or the model's optimizer step."""
+    """One type of pass over a model, measured at several micro-batch counts, or the model's optimizer step."""
 
     model: str
     kind: str
-    """`logp` (forward only), `update`, or `step` (of the optimizer)."""
+    """`logp` (forward only), `update`, or `step` (optimizer step)."""
     total: int
-    """Number of micro-batches in a real step; for `update`, in one update."""
+    """Number of micro-batches per training step (for `update`: per optimizer update)."""
     times: int
-    """Number of passes of this kind in a step: 1 for `logp`, else the number of updates."""
+    """Number of such passes per training step: 1 for `logp`, else the number of updates."""
     passes: list[Pass] = field(default_factory=list)
 
 
@@ -49,14 +49,14 @@ class Work:
 def few_passes(
     models: list[tuple[str, Any]], paper: Paper, works: list[Work], updates: int, rounds: tuple[int, ...]
 ) -> Iterator[None]:
-    """Limit each pass over a model's micro-batches to a few of them inside this context.
+    """Context manager that limits each pass over a model to a few of its micro-batches.
 
     Args:
-        models: the models that own tensors on the rank, by name.
-        paper: counts the memory, operations and traffic of the passes.
-        works: a list to which each pass, and each optimizer step, is appended.
-        updates: number of updates in a step.
-        rounds: lengths of the passes to run instead, in rounds of `model.multiple` micro-batches, such as (1, 2).
+        models: (name, model) pairs of the models that own tensors on this rank.
+        paper: counts the memory, FLOPs and traffic of the passes.
+        works: list to which each pass and each optimizer step is appended.
+        updates: number of optimizer updates per training step.
+        rounds: lengths of the shortened passes, in multiples of `model.multiple` micro-batches, such as (1, 2).
     """
     with ExitStack() as stack:
         for name, model in models:
@@ -89,12 +89,12 @@ def _passes(
     run, kind = getattr(model, method), "update" if method == "gradient" else "logp"
 
     def passes(micros: list, *args: Any, **more: Any) -> Any:
-        """Run a few of the micro-batches, and return results for all of them."""
+        """Run a few of the micro-batches and return results for all of them."""
         work = Work(name, kind, len(micros), times)
         works.append(work)
         out: Any = None
         for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
-            # After a forward without a backward, FSDP leaves the root module unsharded. Each pass must start sharded.
+            # FSDP leaves the root module unsharded after a forward pass without backward; each pass must start sharded.
             model.reshard()
             out = None
             paper.lap()
@@ -105,13 +105,13 @@ def _passes(
                     out = [x for x in out]
                 elif model.world.trains:
                     model.gradient_norm()
-            # A pass may pack all micro-batches before the first one runs, and it keeps their results until its end.
+            # A pass may pack all micro-batches before running the first one, and keeps their results until it ends.
             kept = (start[0] - before if start else 0) + paper.live
             work.passes.append(Pass(count, paper.lap(), paper.flops - flops, paper.traffic.since(traffic), kept))
             if kind == "update" and count < len(micros) and count < max(rounds) * model.multiple:
                 model.zero_grad()
         if kind == "logp":
-            # Ones replace the results of the micro-batches that did not run.
+            # Fill in ones for the micro-batches that did not run.
             like = [(x.shape[1:], x.dtype) for x in out[0]] if out else []
             out += [tuple(torch.ones(m.n_tokens, *s, dtype=d) for s, d in like) for m in micros[len(out) :]]
         return out
@@ -121,7 +121,7 @@ def _passes(
 
 @contextmanager
 def _first_start(paper: Paper) -> Iterator[list[int]]:
-    """Yield a list to which the number of live bytes is appended when the first micro-batch starts."""
+    """Yield a list that receives the number of live bytes when the first micro-batch starts."""
     live: list[int] = []
 
     def tick() -> None:

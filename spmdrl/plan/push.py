@@ -1,6 +1,6 @@
-"""Plans a push, in which training ranks send new weights to the engines, and simulates its largest buckets.
+"""Plans a weight push, which sends updated weights from training ranks to engines, and simulates its largest buckets.
 
-A bucket is a group of tensors that are sent together. A box is a part of a weight tensor (`boxes.py`).
+A bucket is a group of tensors that are sent together. A box is a slice of a weight tensor (`boxes.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ from spmdrl.weights.plan import Routes
 from spmdrl.weights.reshard import Reshard
 
 FEW = 16
-"""A push of at most this many buckets is simulated completely; of a larger one, only buckets around the largest."""
+"""Maximum number of buckets to simulate; if a push has more, only those around the largest bucket are simulated."""
 
 
 def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) -> None:
-    """Make a `Transfer` plan its routes from the boxes of all ranks, and run only a few of its buckets.
+    """Plan the routes of a `Transfer` from the boxes of all ranks, and limit it to a few buckets.
 
-    paper: counts the messages of all buckets. moved: the `Transfer`. everyone: returns all ranks' boxes of a part.
+    paper: counts the messages of all buckets. moved: the `Transfer`. everyone: maps a `Part` to the boxes of all ranks.
     """
     route = moved._route
 
@@ -46,7 +46,7 @@ def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) ->
 
 
 def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of the buckets that are simulated; count the bytes of all buckets.
+    """Yield the tensors of the simulated buckets; count the bytes of all buckets.
 
     If there are more than `FEW` buckets, only those around the bucket that needs the most memory are simulated.
     """
@@ -55,7 +55,7 @@ def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[
     plan.received_bytes = int(into.sum())
     chosen = range(plan.buckets)
     if plan.buckets > FEW:
-        # Each bucket is started before the previous one is finished, so two buckets need memory at the same time.
+        # Each bucket starts before the previous one finishes, so two buckets use memory at the same time.
         load = into + out
         pairs = load[:-1] + load[1:] + space[:-1]
         at = int(pairs.argmax())
@@ -68,7 +68,7 @@ def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[
             yield plan._finish(flights.pop(0), pieces)
     while flights:
         yield plan._finish(flights.pop(0), pieces)
-    # `note` has counted the messages of all buckets, so the counts of the simulated messages are removed.
+    # `note` has already counted all buckets, so undo the counts from the simulated ones.
     for counts, before in ((paper.traffic.bytes, counting.bytes), (paper.traffic.calls, counting.calls)):
         for key in [key for key in counts if key[1] == "send"]:
             counts[key] = before[key]
@@ -77,7 +77,7 @@ def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[
 
 
 def note(traffic: Traffic, plan: Reshard) -> None:
-    """Count the bytes that this rank receives and sends in all buckets, in total and by peer."""
+    """Count the bytes that this rank sends and receives over all buckets, in total and per peer."""
     everyone: Any = torch.distributed.group.WORLD
     traffic.axes["push"] = tuple(torch.distributed.get_process_group_ranks(everyone))
     routes: Routes = plan.routes
@@ -99,7 +99,7 @@ def _bytes(regions: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def weights(plan: Reshard) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each bucket, the bytes received, the bytes sent, and the bytes of the tensors to be filled."""
+    """Return, per bucket, the bytes received, the bytes sent, and the size of the tensors to fill."""
     routes: Routes = plan.routes
     width = np.array([d.itemsize for d in plan.dtypes])
     whole = np.array([int(np.prod(e.shape, dtype=np.int64)) for e in plan.entries]) * width

@@ -1,4 +1,4 @@
-"""Builds one simulated rank of a job: its world, its models from config.json files alone, and its engine."""
+"""Builds one simulated rank of a job: its world, its models (from config.json files only) and its engine."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,14 +42,14 @@ from spmdrl.spmd.world import World
 
 
 def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | None = None) -> PaperRank:
-    """Build one simulated rank of a job. A process can simulate only one rank.
+    """Build one simulated rank of a job. Each process can simulate only one rank.
 
     Args:
-        cfg: settings that passed their checks.
+        cfg: validated settings.
         rank: the rank to build.
-        size: number of ranks of the job.
-        kind: `cuda` or `cpu`, the type of the job's devices.
-        gpu_memory: bytes of one GPU; None for a CPU.
+        size: number of ranks in the job.
+        kind: the job's device type, `cuda` or `cpu`.
+        gpu_memory: memory of one GPU in bytes, or None for a CPU.
     """
     folders, method = folders_of(cfg), job_of(cfg).method
     assert method is not None, "only jobs with a method can be planned"
@@ -65,14 +65,14 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
     elsewhere: dict[Part, Everyone] = {}
     if samples and rank not in roles.trainers:
-        # This rank has no policy, so the first training rank's policy is built to compute what training ranks hold.
+        # This rank has no policy; build the first training rank's policy to compute what training ranks hold.
         first = open_world(cfg, roles.trainers[0], size)
         with _without_files(folders):
             policy = build_models(cfg, first, algo.needs).policy
         engine_at = at_any_place(engine_of(SimpleNamespace(engine_tp_rank=0)))
         elsewhere = {part: Everyone(first, policy, engine_at, part) for part in pushed_parts(cfg)}
     world = open_world(cfg, rank, size)
-    # `paper` counts until the process ends, so its context is not left.
+    # `paper` counts until the process exits, so its context is never exited.
     paper.__enter__()
     with _without_files(folders), paper.tagged("parameters"):
         models = build_models(cfg, world, algo.needs)
@@ -90,7 +90,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     def boxes(model: Any, part: Part) -> Everyone:
         if model is None:
             return elsewhere[part]
-        # `Everyone` builds parts of other ranks' models, which must not count as memory of this rank.
+        # `Everyone` builds parts of other ranks' models, which must not count towards this rank's memory.
         with _disable_current_modes():
             return Everyone(world, model, at_any_place(template), part)
 
@@ -108,7 +108,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
 
 def _tag_memory(engine: PaperEngine, paper: Paper, awake: bool) -> None:
-    """Count what the engine allocates at a wake as its weights or its KV cache. awake: True to wake it at once."""
+    """Tag the engine's allocations on wake-up as weights or KV cache. awake: True to wake it immediately."""
     wake = engine.wake
 
     def tagged(what: Any) -> None:
@@ -117,13 +117,13 @@ def _tag_memory(engine: PaperEngine, paper: Paper, awake: bool) -> None:
 
     engine.wake = tagged  # type: ignore[method-assign]
     if awake:
-        # The engine of a rank that does not train never sleeps.
+        # On a rank that does not train, the engine never sleeps.
         tagged("weights")
         tagged("kv_cache")
 
 
 def open_world(cfg: Config, rank: int, size: int) -> World:
-    """Make this process one of `size` simulated ranks; return its world, whose device is torch's meta device."""
+    """Make this process one of `size` simulated ranks and return its world, which uses torch's meta device."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -131,7 +131,7 @@ def open_world(cfg: Config, rank: int, size: int) -> World:
 
 
 def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
-    """Record the axis of each of this rank's groups. If several axes share one group, the last axis is kept."""
+    """Record the mesh axis of each of this rank's process groups. If axes share a group, the last one wins."""
     everyone: Any = dist.group.WORLD
     traffic.call(everyone, "all ranks")
     if world.data_group is not None:
@@ -162,7 +162,7 @@ def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
 
 
 def folders_of(cfg: Config) -> dict[str, Path]:
-    """Return path -> folder for each model that the settings name: the policy and all other models of a run."""
+    """Return a dict of path -> folder for each model in the settings: the policy and all other models of a run."""
     paths = {
         "--model.path": cfg.model.path,
         "--reference.path": cfg.reference.path,
@@ -182,7 +182,7 @@ def folders_of(cfg: Config) -> dict[str, Path]:
 
 @contextmanager
 def _without_files(folders: dict[str, Path]) -> Iterator[None]:
-    """Make policies read only the config.json of these folders, and no weights, inside this context."""
+    """Context manager in which policies read only config.json from these folders, and no weights."""
 
     def find(path: str, *_: Any) -> Path:
         return folders[path]

@@ -1,4 +1,4 @@
-"""Formats a plan as text and JSON, with its verdict, and draws it as an SVG: stacked bars of each phase's memory."""
+"""Formats a plan and its verdict as text or JSON, and draws memory per phase as stacked bars (SVG)."""
 
 import math
 from dataclasses import asdict
@@ -21,17 +21,17 @@ ROWS = (
     ("engine workspace", ("engine workspace",)),
     ("KV cache", ("KV cache",)),
 )
-"""Rows of the memory table: the name of a row, and the endings of the tags whose bytes it sums."""
+"""Rows of the memory table: row name, and the suffixes of the tags that it sums."""
 DISK_GB_S = 2
-"""Estimated write rate of a shared file system in 1e9 bytes a second, from which the time of a checkpoint follows."""
+"""Assumed write bandwidth of a shared file system in GB/s (1e9 bytes per second), for estimating checkpoint time."""
 PHASES = ("push", "rollout", "logp", "update")
 COLOURS = ("#4e79a7", "#a0cbe8", "#f28e2b", "#59a14f", "#8cd17d", "#e15759", "#b07aa1", "#d4a6c8", "#76b7b2")
-"""One colour per row of the table (Tableau's palette)."""
+"""One colour per table row (Tableau palette)."""
 BAR, GAP, HEIGHT, LEFT, TOP = 46, 14, 320, 64, 48
 
 
 def rows_of(tags: dict[str, int]) -> dict[str, int]:
-    """Return the bytes of each row of the table; tags without a row are counted as activations."""
+    """Return the bytes per table row; tags that match no row are counted as activations."""
     rows = dict.fromkeys((name for name, _ in ROWS), 0)
     for tag, size in tags.items():
         row = next((name for name, ends in ROWS if tag.endswith(ends)), "activations")
@@ -40,7 +40,7 @@ def rows_of(tags: dict[str, int]) -> dict[str, int]:
 
 
 def gib(size: float) -> str:
-    """Format bytes in GiB, as `12.34`."""
+    """Format a number of bytes in GiB, such as `12.34`."""
     return f"{size / GIB:,.2f}"
 
 
@@ -59,7 +59,7 @@ def text_of(plan: Plan) -> str:
 
 
 def kind_lines(planned: Planned) -> list[str]:
-    """Return the lines of the report about one kind of ranks."""
+    """Return the report lines for one kind of rank."""
     kind, rank = planned.kind, planned.rank
     of = f" of {' and '.join(rank.step.models)}" if len(rank.step.models) > 1 else ""
     held = f"{rank.step.numbers / 1e9:,.3f} G parameters each{of}, " if rank.step.numbers else ""
@@ -95,7 +95,7 @@ def kind_lines(planned: Planned) -> list[str]:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """Return the lines about the complete job; the last one is the verdict."""
+    """Return the report lines for the whole job; the last one is the verdict."""
     worst = plan.worst()
     phase, _ = worst.peak()
     lines = []
@@ -122,7 +122,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def lacks(plan: Plan) -> list[str]:
-    """Return a text for each place where memory is missing: devices, KV caches, hosts."""
+    """Return a description of each memory shortfall: on devices, in KV caches, on hosts."""
     found = []
     if plan.device_spare < 0:
         found.append(f"{gib(-plan.device_spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
@@ -140,12 +140,12 @@ def lacks(plan: Plan) -> list[str]:
 
 
 def cache_flag(cfg: Config) -> str:
-    """Return the flag that sets the size of the engine's cache."""
+    """Return the flag that sets the engine's KV cache size."""
     return "--rollout.kv-cache-gib" if cfg.rollout.kv_cache_gib else "--rollout.gpu-memory-utilization"
 
 
 def parked(plan: Plan) -> str:
-    """Return the two largest items in the host memory of a node, as text."""
+    """Describe the two largest items in a node's host memory."""
     host = max((p.rank.step.host for p in plan.kinds), key=lambda held: sum(held.values()))
     each = plan.gpu.gpus_per_node
     largest = sorted(host, key=lambda name: -host[name])[:2]
@@ -153,7 +153,7 @@ def parked(plan: Plan) -> str:
 
 
 def where(plan: Plan) -> str:
-    """Describe the fullest device: its kind of ranks, the phase, and the two largest rows of the table."""
+    """Describe the fullest device: its kind of rank, the phase, and the two largest table rows."""
     worst = plan.worst()
     phase, _ = worst.peak()
     rows = rows_of(worst.rank.memory[phase])
@@ -163,7 +163,7 @@ def where(plan: Plan) -> str:
 
 
 def facts_of(plan: Plan) -> dict[str, Any]:
-    """Return the plan as numbers for JSON: bytes, seconds, operations."""
+    """Return the plan as JSON-serialisable numbers: bytes, seconds, FLOPs."""
     kinds = []
     for planned in plan.kinds:
         rank = planned.rank
@@ -207,7 +207,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
 
 
 def picture(plan: Plan) -> str:
-    """Return an SVG with a stacked bar of bytes by purpose for each phase, and a line at the memory of the GPU."""
+    """Return an SVG with one stacked bar per phase (bytes by purpose) and a line at the GPU's memory size."""
     limit = plan.gpu.memory_gib * GIB
     stacks = [
         (planned.kind.name, [(phase, rows_of(tags)) for phase in PHASES if (tags := planned.rank.memory.get(phase))])
@@ -246,13 +246,13 @@ def picture(plan: Plan) -> str:
 
 
 def round_step(most: float) -> float:
-    """Return a step of 1, 2 or 5 times a power of ten that divides an axis up to `most` into 4 to 10 parts."""
+    """Return a tick step (1, 2 or 5 times a power of ten) that splits the axis from 0 to `most` into 4 to 10 parts."""
     power = 10.0 ** math.floor(math.log10(most))
     return next(step for step in (power / 5, power / 2, power, 2 * power) if most / step <= 10)
 
 
 def _bar(x: int, rows: dict[str, int], most: float, name: str) -> list[str]:
-    """Return the rectangles of one stacked bar, from the bottom up; each part shows its bytes as a tooltip."""
+    """Return the rectangles of one stacked bar, bottom to top; each shows its bytes in a tooltip."""
     out, below = [], 0
     parts = [*zip(rows, rows.values(), COLOURS, strict=True), ("CUDA and NCCL", OUTSIDE, "#bbbbbb")]
     for row, size, colour in parts:

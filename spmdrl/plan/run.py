@@ -15,28 +15,28 @@ from spmdrl.plan.scale import Axes, Bound, Rank, bound_of, engine_facts, parking
 
 GIB = 1 << 30
 OUTSIDE = 2 * GIB
-"""Estimated bytes of a GPU outside tensors: CUDA's context, NCCL's buffers, fragmentation. It was not measured."""
+"""Estimated (not measured) GPU memory in bytes besides tensors: CUDA context, NCCL buffers, fragmentation."""
 
 
 @dataclass
 class Planned:
-    """The plan of one kind of ranks."""
+    """The plan for one kind of rank."""
 
     kind: Kind
     rank: Rank
     bounds: dict[str, Bound]
     engine: dict[str, Any]
-    """Facts from `engine_facts`; empty on ranks that do not sample."""
+    """Result of `engine_facts`; empty on ranks that do not sample."""
     numbers: int
-    """Number of parameters of the complete policy."""
+    """Number of parameters of the full policy."""
     means: dict[str, float] = field(default_factory=dict)
-    """phase -> bytes on the device at the phase's peak, as the mean over the ranks of the kind. Pipeline stages differ
-    in the number of micro-batches in flight; all ranks of a stage are taken to need what its first rank needs."""
+    """Phase -> peak device bytes, averaged over the ranks of this kind. Pipeline stages differ in the number of
+    micro-batches in flight; within a stage, all ranks are assumed to need as much as the first."""
     axes: dict[str, int] = field(default_factory=dict)
-    """Name of an axis in `Traffic` -> number of ranks in this rank's group on the axis."""
+    """Axis name in `Traffic` -> size of this rank's group on that axis."""
 
     def peak(self) -> tuple[str, int]:
-        """Return the phase with the most bytes on the device, and the number of these bytes."""
+        """Return the phase with the highest device memory use, and its bytes."""
         sums = {phase: sum(tags.values()) for phase, tags in self.rank.memory.items()}
         phase = max(sums, key=lambda name: sums[name])
         return phase, sums[phase]
@@ -44,7 +44,7 @@ class Planned:
 
 @dataclass
 class Plan:
-    """The plan of a job."""
+    """The plan for a job."""
 
     cfg: Config
     world: int
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def numbers(self) -> int:
-        """Number of parameters of the policy."""
+        """Number of policy parameters."""
         return self.kinds[0].numbers
 
     def worst(self) -> Planned:
@@ -61,9 +61,9 @@ class Plan:
         return max(self.kinds, key=lambda planned: planned.peak()[1])
 
     def phases(self) -> dict[str, tuple[int, float]]:
-        """Return, for each phase, the bytes at its peak on the fullest device, and their mean over the phase's ranks.
+        """Return, per phase, the peak bytes on the fullest device and the mean over all ranks that run the phase.
 
-        If some ranks only train and others only sample, no rank goes through all phases.
+        If training and sampling ranks are separate, no rank runs all phases.
         """
         found = {}
         for phase in dict.fromkeys(phase for p in self.kinds for phase in p.rank.memory):
@@ -75,42 +75,42 @@ class Plan:
 
     @property
     def device_spare(self) -> int:
-        """Bytes of a GPU that stay free on the fullest rank; negative if the GPU is too small."""
+        """Free GPU memory in bytes on the fullest rank; negative if the GPU is too small."""
         return int(self.gpu.memory_gib * GIB) - OUTSIDE - self.worst().peak()[1]
 
     @property
     def spare(self) -> int:
-        """`device_spare`, but at most -n if the KV cache of an engine lacks n bytes."""
+        """`device_spare`, but at most -n if an engine's KV cache is n bytes short."""
         lack = max((planned.engine.get("lack", 0) for planned in self.kinds), default=0)
         return min(self.device_spare, -lack) if lack else self.device_spare
 
     @property
     def host_spare(self) -> int | None:
-        """Bytes of a node's host memory that stay free; None if that memory is unknown."""
+        """Free host memory of a node in bytes, or None if its size is unknown."""
         known = self.gpu.host_memory_gib
         return int(known * GIB) - self.host_of_node() if known else None
 
     @property
     def fits(self) -> bool:
-        """True if everything fits on devices and hosts, and every KV cache holds a sequence of full length."""
+        """True if everything fits on devices and hosts, and every KV cache can hold a full-length sequence."""
         return self.spare >= 0 and (self.host_spare or 0) >= 0
 
     @property
     def seconds(self) -> float:
-        """Least seconds of a step: the sum of its phases, each with the seconds of its slowest ranks."""
+        """Lower bound on the step time in seconds: the sum over phases of the time of the slowest rank."""
         phases = dict.fromkeys(phase for planned in self.kinds for phase in planned.bounds)
         return sum(max(p.bounds[phase].seconds for p in self.kinds if phase in p.bounds) for phase in phases)
 
     def host_of_node(self) -> int:
-        """Return a node's bytes of host memory, as if all its ranks needed as much as the rank that needs the most."""
+        """Return the host memory of a node in bytes, assuming that all its ranks need as much as the largest one."""
         return self.gpu.gpus_per_node * max(sum(p.rank.step.host.values()) for p in self.kinds)
 
 
 def _check_method(cfg: Config) -> None:
-    """Reject settings of a distillation that need texts or an engine, which a plan does not have.
+    """Reject distillation settings that need texts or an engine, neither of which is available in a plan.
 
     Raises:
-        ValueError: one of these settings is set; the message names the flags.
+        ValueError: one of these is set; the message names the flags.
     """
     distill = getattr(cfg, "distill", None)
     if distill is None:
@@ -128,10 +128,10 @@ def _check_method(cfg: Config) -> None:
 
 
 def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
-    """Plan a job whose settings passed their checks. kind: `cuda`, or `cpu` for a job of gloo ranks.
+    """Plan a job whose settings have been validated. kind: `cuda`, or `cpu` for a job with gloo ranks.
 
     Raises:
-        ValueError: the model cannot be planned, or the layout cannot divide it; the message names the flag.
+        ValueError: the model cannot be planned, or the layout cannot shard it; the message names the flag.
     """
     _check_method(cfg)
     hf_config = config_of(cfg)
@@ -145,10 +145,10 @@ def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
 
 
 def _within_positions(cfg: Config, hf_config: Any) -> Config:
-    """Limit the longest sequence in the settings to the model's number of positions, as engines do.
+    """Limit the maximum sequence length in the settings to the model's number of positions, as engines do.
 
     Raises:
-        ValueError: the longest prompt alone would use all positions.
+        ValueError: a maximum-length prompt alone would use all positions.
     """
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     prompt = cfg.rollout.max_prompt_tokens
@@ -181,7 +181,7 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
 
 
 def means_of(ranks: list[Rank]) -> dict[str, float]:
-    """Return, for each phase, the mean over ranks of the bytes on the device at the phase's peak."""
+    """Return the peak device bytes per phase, averaged over ranks."""
     phases = ranks[0].memory
     return {phase: sum(sum(r.memory[phase].values()) for r in ranks) / len(ranks) for phase in phases}
 
@@ -190,8 +190,8 @@ def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
     """Run tasks in forked processes, at most one per core and at most 4, and yield their results in order.
 
     Raises:
-        ValueError: a task raised a ValueError; the message is the same.
-        RuntimeError: a task failed in another way.
+        ValueError: a task raised a ValueError; its message is kept.
+        RuntimeError: a task failed for any other reason.
     """
     context = multiprocessing.get_context("fork")
     waiting, running, results = list(enumerate(tasks)), {}, {}
@@ -229,5 +229,5 @@ def _run(task: Callable[[], Any], pipe: Any) -> None:
         outcome = ("fault", traceback.format_exc())
     pipe.send(outcome)
     pipe.close()
-    # A regular exit would make torch's simulated groups print warnings.
+    # A regular exit would make torch's fake process groups print warnings.
     os._exit(0)

@@ -1,8 +1,8 @@
-"""Extrapolates a few simulated micro-batches to a complete step of one rank, and computes the least time of its phases.
+"""Extrapolates a few simulated micro-batches to a rank's full step, and computes lower bounds on the phase times.
 
 Times follow a roofline model (https://en.wikipedia.org/wiki/Roofline_model): a phase takes at least as long as its
-busiest resource at peak rate. These are lower bounds, not forecasts: kernels reach 40 to 80% of peak matrix rates, and
-links reach less for small messages.
+busiest resource does at peak rate. These are lower bounds, not predictions: kernels reach 40 to 80% of peak matmul
+throughput, and links reach less for small messages.
 """
 
 from collections import Counter
@@ -19,34 +19,34 @@ from spmdrl.plan.step import Step
 
 @dataclass
 class Load:
-    """Operations and traffic of a rank in one phase of a step."""
+    """FLOPs and traffic of a rank in one phase of a step."""
 
     flops: int = 0
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(axis, kind of collective) -> bytes that the rank sends."""
+    """(axis, collective type) -> bytes that the rank sends."""
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
     peers: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(`send` or `receive`, other rank) -> bytes of the policy's weights sent to or received from that rank."""
+    """(`send` or `receive`, peer rank) -> bytes of policy weights exchanged with that rank."""
 
 
 @dataclass
 class Rank:
-    """The plan of one rank's step."""
+    """The planned step of one rank."""
 
     step: Step
     memory: dict[str, dict[str, int]]
-    """phase (`push`, `rollout`, `logp`, `update`) -> bytes on the device at its peak, by purpose."""
+    """Phase (`push`, `rollout`, `logp`, `update`) -> peak device bytes, by purpose."""
     loads: dict[str, Load]
-    """phase -> its floating-point operations and traffic."""
+    """Phase -> FLOPs and traffic."""
     micros: dict[str, int]
-    """Number of micro-batches of the policy: of a complete step for `logp`, of one optimizer step for `update`."""
+    """Number of policy micro-batches: per training step for `logp`, per optimizer step for `update`."""
 
 
 def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
-    """Return the maximum number of chunks whose activations a pipeline rank keeps at the same time.
+    """Return the maximum number of chunks whose activations a pipeline rank holds at once.
 
-    A chunk is the pass of one micro-batch through one virtual stage. The 1F1B schedule keeps one chunk for this stage
-    and one for each later stage. With n later stages, the interleaved schedule keeps 2n + (virtual - 1) * stages + 1
+    A chunk is the pass of one micro-batch through one virtual stage. The 1F1B schedule holds one chunk for this stage
+    and one for each later stage. With n later stages, the interleaved schedule holds 2n + (virtual - 1) * stages + 1
     chunks (https://arxiv.org/abs/2104.04473).
     """
     if virtual == 1:
@@ -55,7 +55,7 @@ def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
 
 
 def line(at: Sequence[tuple[int, float]], x: int) -> float:
-    """Return the value at x of the line through the last two points; for a single point, the point's value."""
+    """Extrapolate linearly to x from the last two points; return the value of a single point."""
     if len(at) == 1 or at[-1][0] == at[-2][0]:
         return at[-1][1]
     (a, fa), (b, fb) = at[-2:]
@@ -63,9 +63,9 @@ def line(at: Sequence[tuple[int, float]], x: int) -> float:
 
 
 def peak_of(work: Work, stage: int, stages: int, virtual: int, measured: int | None = None) -> dict[str, int]:
-    """Return the bytes at the peak of a pass over all micro-batches, by purpose.
+    """Return the peak bytes of a pass over all micro-batches, by purpose.
 
-    measured: the simulated stage, which has the same layers as `stage`; None: `stage` itself.
+    measured: the simulated stage, which has the same layers as `stage`, or None if it is `stage` itself.
     """
     peak = _peak_in_flight(work, stage, stages, virtual, stage if measured is None else measured)
     kept = line([(p.micros, p.kept) for p in work.passes], work.total) - work.passes[-1].kept
@@ -76,7 +76,7 @@ def peak_of(work: Work, stage: int, stages: int, virtual: int, measured: int | N
 
 def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int, measured: int) -> dict[str, int]:
     if work.kind != "update" or stages == 1:
-        # Without a pipeline, micro-batches run one at a time, so more of them than were measured need no more memory.
+        # Without a pipeline, micro-batches run one at a time, so additional ones need no more memory.
         return dict(max((p.peak for p in work.passes), key=lambda m: m.live).by_tag)
     flying = [in_flight(measured, stages, virtual, p.micros) for p in work.passes]
     most = in_flight(stage, stages, virtual, work.total)
@@ -86,7 +86,7 @@ def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int, measured:
 
 
 def load_of(work: Work) -> Load:
-    """Return the operations and traffic of all passes of one kind in a step, over all micro-batches."""
+    """Return the FLOPs and traffic of all passes of one type in a step, over all micro-batches."""
 
     def scaled(values: list[tuple[int, float]]) -> int:
         return int(line(values, work.total) * work.times)
@@ -114,15 +114,15 @@ def added(loads: list[Load]) -> Load:
 def rank_of(
     step: Step, stage: int, stages: int, virtual: int, sampling: dict[str, int], measured: int | None = None
 ) -> Rank:
-    """Extrapolate the simulated step of a rank to the plan of a rank with the same layers.
+    """Extrapolate a rank's simulated step to a rank with the same layers.
 
     Args:
         step: the simulated step.
         stage: pipeline stage of the planned rank.
         stages: number of pipeline stages.
-        virtual: number of virtual stages (chunks) of each stage.
-        sampling: bytes of the engine that exist only while it samples, by purpose; the simulation does not count them.
-        measured: the simulated stage, if it is not `stage` (see `peak_of`).
+        virtual: number of virtual stages (chunks) per stage.
+        sampling: bytes that the engine uses only while sampling, by purpose; the simulation does not count them.
+        measured: the simulated stage, if different from `stage` (see `peak_of`).
     """
     memory = {phase: _clean(step.moments[phase].by_tag) for phase in ("push", "rollout")}
     memory["rollout"] |= _clean(sampling)
@@ -145,12 +145,12 @@ def _clean(tags: dict[str, int]) -> dict[str, int]:
 
 
 SCATTERED = ("all-to-all", "gather", "scatter")
-"""Collectives that send different data to each rank; other collectives pass the same data along a ring."""
+"""Collectives that send different data to each rank; the others pass the same data along a ring."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that each resource of a rank is busy at peak rate in a phase; the longest is the phase's least time."""
+    """Seconds that each resource of a rank is busy in a phase at peak rate; the maximum bounds the phase's time."""
 
     matrix: float = 0.0
     nvlink: float = 0.0
@@ -158,7 +158,7 @@ class Bound:
     memory: float = 0.0
     host: float = 0.0
     bubble: float = 1.0
-    """Factor by which waiting for other pipeline stages lengthens the time of matrix products."""
+    """Factor by which waiting for other pipeline stages lengthens compute time."""
 
     def _named(self) -> dict[str, float]:
         named = {"matrix rate": self.matrix * self.bubble, "NVLink": self.nvlink, "network": self.network}
@@ -166,35 +166,35 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """Least seconds of the phase: the seconds of its busiest resource."""
+        """Lower bound on the phase's time in seconds, set by its busiest resource."""
         return max(self._named().values())
 
     @property
     def by(self) -> str:
-        """The resource that determines the least time."""
+        """The resource that determines the bound."""
         named = self._named()
         return max(named, key=lambda name: named[name])
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The groups in which a rank communicates, and the number of ranks on a node."""
+    """A rank's communication groups, and the number of ranks per node."""
 
     ranks: dict[str, tuple[int, ...]]
-    """Name of an axis -> ranks of this rank's group on the axis."""
+    """Axis name -> ranks in this rank's group on that axis."""
     rank: int
     """The rank whose groups these are."""
     per_node: int
-    """Number of GPUs of a node; consecutive ranks fill one node after another."""
+    """Number of GPUs per node; consecutive ranks fill one node after another."""
 
     def beside(self, rank: int) -> bool:
         """Return True if the given rank is on the same node as this rank."""
         return rank // self.per_node == self.rank // self.per_node
 
     def divided(self, axis: str, kind: str, size: float) -> tuple[float, float]:
-        """Return the least bytes of a collective that this rank sends inside its node, and over its network card.
+        """Return the minimum bytes that this rank sends in a collective, within its node and over its network card.
 
-        Rings can be arranged so that each rank of a node sends an equal part of the bytes to the next node.
+        Rings can be arranged so that all ranks of a node send an equal share of the bytes to the next node.
         """
         ranks = self.ranks[axis]
         here = sum(map(self.beside, ranks))
@@ -207,11 +207,11 @@ class Axes:
 
 
 def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Bound:
-    """Return the `Bound` of a phase: the least seconds that its load keeps each resource busy.
+    """Return the `Bound` of a phase: the minimum time that its load keeps each resource busy.
 
-    Links send and receive at the same time, so only the direction with more bytes counts.
+    Links are full duplex, so only the direction with more bytes counts.
 
-    micros: number of micro-batches of one pass; with `stages`, it determines the pipeline bubble.
+    micros: number of micro-batches per pass; together with `stages` it determines the pipeline bubble.
     """
     near: dict[str, float] = dict.fromkeys(("send", "receive"), 0.0)
     far = dict(near)
@@ -232,22 +232,22 @@ def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Boun
 
 
 def parking_bound(to_host: int, from_host: int, gpu: Gpu) -> Bound:
-    """Return the `Bound` of moving tensors from the device to the host before sampling, and back after it."""
+    """Return the `Bound` of offloading tensors to the host before sampling and loading them back afterwards."""
     return Bound(host=(to_host + from_host) / (gpu.host_gb_s * 1e9) if gpu.host_gb_s else 0.0)
 
 
 def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
-    """Return the `Bound` of sampling responses of full length, from matrix products and reads of weights and KV cache.
+    """Return the `Bound` of sampling full-length responses, from matrix products and reads of weights and KV cache.
 
-    Each decoding step reads the weights once, and the KV cache of each sequence. If every token chooses k of n experts
-    evenly, a step reads n (1 - (1 - k / n) ** tokens) experts. With `--rollout.dp`, each data-parallel copy of the
-    attention has separate sequences and a separate cache.
+    Each decoding step reads the weights once and the KV cache of every sequence. If tokens choose k of n experts
+    uniformly, a step reads n (1 - (1 - k / n) ** tokens) experts. With `--rollout.dp`, each data-parallel attention
+    replica has its own sequences and its own cache.
 
     Args:
         cfg: the run's settings.
-        gpu: the GPU of a rank.
+        gpu: the GPU that each rank uses.
         engines: number of engines in the job.
-        engine: facts about one engine, from `engine_facts`.
+        engine: result of `engine_facts` for one engine.
     """
     rollout = cfg.rollout
     sequences = -(-rollout.prompts_per_step * rollout.samples_per_prompt // (engines * rollout.dp))
@@ -263,7 +263,7 @@ def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
 
 
 def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
-    """Return the facts about an engine that the report and `rollout_bound` read."""
+    """Return the engine's numbers that the report and `rollout_bound` use."""
     engine, text = made.engine, made.hf_config.get_text_config()
     ranks = made.world.rollout_mesh["tp"].size()
     experts, used = experts_of(text), getattr(text, "num_experts_per_tok", None)

@@ -1,4 +1,4 @@
-"""Simulates a step of one rank with the job's own code, on a batch of sequences of full length."""
+"""Simulates one rank's training step by running the job's own code on a batch of full-length sequences."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,39 +31,39 @@ from spmdrl.tracking.metrics import Timer
 
 @dataclass
 class Step:
-    """The memory, operations and traffic of one rank's simulated step."""
+    """Memory, FLOPs and traffic of one rank's simulated step."""
 
     held: dict[str, int]
-    """Bytes on the device by owner at the start of training, before the first gradient, as in a run's device table."""
+    """Device bytes by owner when training starts, before the first gradient, as in a run's device table."""
     moments: dict[str, Moment]
-    """Phase (`push` of weights to the engines, `rollout`, `training`) -> live bytes at its peak."""
+    """Phase (`push` (weights to engines), `rollout`, `training`) -> live bytes at its peak."""
     works: list[Work]
     push: Pass | None
     parked: dict[str, int]
-    """Bytes off the device while the engine samples, by place (`host`, `disk`)."""
+    """Bytes offloaded while the engine samples, by location (`host`, `disk`)."""
     always: dict[str, int]
-    """Bytes that are always in host memory, by purpose."""
+    """Bytes that always stay in host memory, by purpose."""
     numbers: int
-    """Number of parameters that this rank holds in all its models."""
+    """Number of parameters that this rank holds over all models."""
     models: tuple[str, ...]
-    """Names of the models that hold these parameters."""
+    """Names of the models that these parameters belong to."""
     moved: tuple[int, int]
-    """Bytes that a step moves from the device to the host, and bytes that it moves back."""
+    """Bytes that a step moves from the device to the host, and bytes moved back."""
     checkpoint: int
-    """Bytes of a checkpoint, which all ranks write together; 0 on a rank that does not train."""
+    """Size of a checkpoint, written jointly by all ranks; 0 on a rank that does not train."""
 
     @property
     def host(self) -> dict[str, int]:
-        """Peak bytes off the device in a step, by purpose."""
+        """Peak host bytes in a step, by purpose."""
         return self.always | {f"off the device ({place})": n for place, n in self.parked.items() if n}
 
 
 class PaperRank:
-    """A simulated rank of the job, with its models and its engine."""
+    """A simulated rank of a job, with its models and its engine."""
 
     hf_config: Any
     numbers = expert_numbers = 0
-    """Numbers of parameters of the complete policy and of its routed experts."""
+    """Parameter counts of the full policy and of its routed experts."""
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class PaperRank:
         boxes: Callable[[Any, Part], Everyone],
         method: Callable[[Any], Any],
     ):
-        """Store the arguments and plan how weights are sent. `rank.py` sets `hf_config` and the numbers of parameters.
+        """Store the arguments and plan the weight transfer. `rank.py` sets `hf_config` and the parameter counts.
 
         Args:
-            cfg: settings of the job.
-            world: the groups of this rank.
-            algo: the algorithm that the settings describe.
-            models: the models of this rank.
-            engine: the engine of this rank; None if the rank does not sample.
-            paper: counts the memory, operations and traffic of the step.
-            boxes: (model, part) -> the boxes that all ranks hold and need; the model None stands for the policy.
-            method: makes the learning method from an object that has the parts of a run.
+            cfg: the job's settings.
+            world: this rank's process groups.
+            algo: the algorithm that the settings select.
+            models: this rank's models.
+            engine: this rank's engine, or None if the rank does not sample.
+            paper: counts the step's memory, FLOPs and traffic.
+            boxes: (model, part) -> the boxes that all ranks hold and need; None as the model means the policy.
+            method: builds the learning method from an object with the components of a run.
         """
         self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
         self.boxes, self.method, self.works = boxes, method, list[Work]()
@@ -95,11 +95,11 @@ class PaperRank:
         self.laps: list[Moment] = []
         if models.policy is not None or engine is not None:
             plan_push(paper, self.memory.transfer, lambda part: boxes(models.policy, part))
-            # In a real job, ranks exchange versions to learn whether the engines' weights are old; a plan assumes so.
+            # A real job exchanges versions to detect stale engine weights; a plan assumes that they are stale.
             self.memory._stale = lambda: (0, True)  # type: ignore[method-assign]
 
     def checkpoint(self) -> int:
-        """Return the bytes of a checkpoint, as the models compute them."""
+        """Return the checkpoint size in bytes, as computed by the models."""
         total = 0
         for model in saved_models(self.models):
 
@@ -113,12 +113,12 @@ class PaperRank:
         return total
 
     def lap(self) -> tuple[int, int]:
-        """Return the live bytes, and the peak since the last call; the device table uses this method as its meter."""
+        """Return the live bytes and the peak since the last call; serves as the device table's meter."""
         self.laps.append(self.paper.lap())
         return self.paper.live, self.laps[-1].live
 
     def step(self, rounds: tuple[int, ...] = (1, 2)) -> Step:
-        """Simulate one step. rounds: lengths of the passes that are measured (see `few_passes`)."""
+        """Simulate one step. rounds: lengths of the measured passes (see `few_passes`)."""
         self._ready()
         moments: dict[str, Moment] = {}
         before, began = self.paper.traffic.copy(), self.paper.flops
@@ -135,7 +135,7 @@ class PaperRank:
         self.laps.clear()
         push = Pass(1, moments["push"], self.paper.flops - began, pushed) if self.memory.last_push else None
         with self.memory.training_phase():
-            # The first lap ends when the engine sleeps, so its peak belongs to the rollout.
+            # The first lap ends when the engine goes to sleep, so its peak belongs to the rollout.
             del self.laps[: self.engine is not None and self.world.trains]
             held = {row.owner: row.bytes for row in self.memory.table() if row.place == "device"}
             self._train(rounds)
@@ -148,7 +148,7 @@ class PaperRank:
         return Step(held, moments, self.works, push, parked, host, numbers, names, moved, self.checkpoint())
 
     def _ready(self) -> None:
-        """Create the state of every optimizer, as the first optimizer step of a real run does."""
+        """Create the optimizer states, as the first optimizer step of a real run does."""
         for name, model in self.models.learning().items():
             if getattr(model, "optimizer", None) is not None:
                 with self.paper.tagged(f"{name} optimizer"):
@@ -170,7 +170,7 @@ class PaperRank:
         if self.world.trains:
             shares = self.world.data_size
         else:
-            # Ranks that only score divide the sequences among themselves.
+            # Scoring-only ranks split the sequences among themselves.
             shares = max((len(model.scorers) for _, model in self.models.named()), default=1)
         mine = -(-sequences // shares)
         samples = min(mine, rollout.samples_per_prompt)
@@ -185,7 +185,7 @@ class PaperRank:
                 batch, _ = method.score(batch)
                 batch = method.advantages(batch)
                 if updates > 1:
-                    # Each update gets all samples of its prompts.
+                    # Keep all samples of a prompt in the same update.
                     batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
                 method.update(batch, 1 << 30)
             else:
@@ -193,7 +193,7 @@ class PaperRank:
 
 
 def _parts_of(cfg: Config) -> dict[str, Any]:
-    """Return the prompts of a run, which cycle through the teachers' `data_source`s, and None as its tokenizer."""
+    """Return a run's prompts, which cycle through the teachers' `data_source`s, and None as the tokenizer."""
     sources = ["", *sorted({teacher.source for teacher in cfg.further_teachers().values()} - {""})]
     prompts = [
         SimpleNamespace(index=i, data_source=sources[i % len(sources)]) for i in range(cfg.rollout.prompts_per_step)
@@ -202,10 +202,10 @@ def _parts_of(cfg: Config) -> dict[str, Any]:
 
 
 def own_tensors(models: Any) -> list[tuple[str, Any]]:
-    """Return the models of a rank that own tensors, each with its name.
+    """Return (name, model) pairs for the models on this rank that own tensors.
 
-    The base of a LoRA policy is left out, because it shares the policy's tensors. A frozen model that other ranks query
-    is returned without the `RemotePolicy` around it.
+    The base of a LoRA policy is omitted, because it shares the policy's tensors. A frozen model that other ranks query
+    is returned without its `RemotePolicy` wrapper.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
     from spmdrl.policy.remote import RemotePolicy
@@ -219,9 +219,9 @@ def _parameters(model: Any) -> list[Any]:
 
 
 def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int) -> Batch:
-    """Return a batch of `groups` prompts with `samples` responses each, all of the largest length.
+    """Return a batch of `groups` prompts with `samples` responses each, all of maximum length.
 
-    Rewards and tokens differ within each group, so that every sequence gets a gradient. vocab: vocabulary size.
+    Rewards and tokens vary within each group, so that every sequence gets a gradient. vocab: vocabulary size.
     """
     rollout = cfg.rollout
     episodes = []
@@ -241,7 +241,7 @@ def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: i
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Build micro-batches with the same lengths and prompt boundaries only once inside this context, to save time."""
+    """Context manager that reuses micro-batches with the same lengths and prompt boundaries to save time."""
     found: dict[tuple, Batch] = {}
     split, select = learner.microbatches, Batch.select
 
@@ -253,7 +253,7 @@ def alike() -> Iterator[None]:
         return found[key]
 
     def microbatches(*args) -> list[Batch]:
-        # Entries of earlier batches are removed, because Python may reuse the id of a freed batch.
+        # Drop entries of earlier batches, because Python may reuse the id of a freed batch.
         found.clear()
         with patch.object(Batch, "select", chosen):
             return split(*args)

@@ -1,4 +1,4 @@
-"""Tracks the live storages of tensors on a device: their bytes by purpose, and the peak."""
+"""Tracks live tensor storages on a device: bytes by purpose, and the peak."""
 
 import weakref
 from collections import Counter
@@ -12,17 +12,17 @@ import torch
 
 @dataclass
 class Moment:
-    """Live bytes at one moment, by purpose."""
+    """Snapshot of live bytes, by purpose."""
 
     live: int = 0
     by_tag: dict[str, int] = field(default_factory=dict)
 
 
 class Storages:
-    """Tracks each storage from the first call of `see` with one of its tensors until it is freed."""
+    """Tracks each storage from the first `see` call with one of its tensors until it is freed."""
 
     def __init__(self, device: str):
-        """device: type of the device whose storages are counted."""
+        """device: device type whose storages are counted."""
         self.device = device
         self.live, self.by_tag = 0, Counter[str]()
         self.peak = Moment()
@@ -31,7 +31,7 @@ class Storages:
 
     @contextmanager
     def tagged(self, tag: str) -> Iterator[None]:
-        """Count allocations inside this context as `tag`."""
+        """Context manager that counts allocations as `tag`."""
         before, self.tag = self.tag, tag
         try:
             yield
@@ -39,12 +39,12 @@ class Storages:
             self.tag = before
 
     def lap(self) -> Moment:
-        """Return the moment with the most live bytes since the last call, and start a new measurement."""
+        """Return the peak since the last call, and start a new measurement."""
         most, self.peak = self.peak, Moment(self.live, dict(self.by_tag))
         return most
 
     def retag(self, tensors: list[Any], tag: str) -> None:
-        """Count the storages of these tensors as `tag` from this moment on."""
+        """Count the storages of these tensors as `tag` from now on."""
         for x in tensors:
             key = getattr(x, "_local_tensor", x).untyped_storage()._cdata
             if key in self.held:
@@ -60,7 +60,7 @@ class Storages:
             self.peak = Moment(self.live, dict(self.by_tag))
 
     def see(self, x: torch.Tensor) -> None:
-        """Track the storage of a tensor until it is freed."""
+        """Track a tensor's storage until it is freed."""
         if x.device.type != self.device:
             return
         storage = x.untyped_storage()
@@ -78,7 +78,7 @@ class Storages:
         self.by_tag[tag] -= size
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Record that the size of a storage changed."""
+        """Record that a storage was resized."""
         key = storage._cdata
         if key in self.held:
             size, tag = self.held[key]

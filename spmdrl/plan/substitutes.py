@@ -1,8 +1,8 @@
-"""Replaces code that needs a device or the values of tensors, which a plan does not have.
+"""Replaces code that needs a device or real tensor values, neither of which a plan has.
 
-This file replaces streams, copies to the host, AdamW's fused step, and groups of gloo and NCCL; `kernels.py` replaces
-kernels of Triton and flash-attn. A substitute allocates the same memory as the original and computes nothing. It stays
-installed until the process ends, so each rank is simulated in a separate process.
+This file replaces streams, copies to the host, AdamW's fused step, and gloo and NCCL process groups; `kernels.py`
+replaces Triton and flash-attn kernels. A substitute allocates the same memory as the original but computes nothing.
+Substitutes stay installed until the process exits, so each rank is simulated in its own process.
 """
 
 import importlib
@@ -21,13 +21,13 @@ from spmdrl.plan.paper import Paper
 from spmdrl.spmd import devices, storage
 
 COLLECTIVES = torch.library.Library("c10d", "IMPL")
-"""torch library that adds collectives over lists of meta tensors, which torch's simulated groups do not support."""
+"""torch library that adds collectives over lists of meta tensors, which torch's fake process groups do not support."""
 
 
 def install(paper: Paper, kind: str) -> None:
-    """Install the substitutes. kind: `cuda` or `cpu`, the type of device that the meta device replaces."""
+    """Install the substitutes. kind: `cuda` or `cpu`, the device type that the meta device stands in for."""
     devices.STANDS_FOR["meta"] = kind
-    # FSDP and meshes find the stream functions of a device in the torch module of the same name, such as torch.cuda.
+    # FSDP and device meshes look up stream functions in the device's torch module, such as torch.cuda.
     torch.meta = torch.cpu  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: META  # type: ignore[assignment]
     _numbers()
@@ -48,7 +48,7 @@ def _numbers() -> None:
 
     @wraps(make)
     def tensor(data, *, device=None, **more):
-        """Create a tensor on the host before it moves to the device, so that `Paper` can record its values."""
+        """Create the tensor on the host and then move it to the device, so that `Paper` can record its values."""
         made = make(data, **more)
         return made if device is None else made.to(device)
 
@@ -59,7 +59,7 @@ def _groups(paper: Paper) -> None:
     make = dist.new_group
 
     def new_group(ranks=None, *args, backend=None, **more):
-        """Create every group as a simulated one, including groups of gloo."""
+        """Create every process group, including gloo groups, as a fake one."""
         return make(ranks, *args, **more)
 
     dist.new_group = new_group
@@ -67,7 +67,7 @@ def _groups(paper: Paper) -> None:
         COLLECTIVES.impl(name, lambda *args: FakeWork().boxed(), "Meta")
 
     def messages(operations: list[dist.P2POp]) -> list[Any]:
-        """Count the bytes of point-to-point messages that are sent in one batch."""
+        """Count the bytes of a batch of point-to-point messages."""
         for each in operations:
             if each.op.__name__ == "isend":
                 paper.traffic.add("send", each.group or dist.group.WORLD, each.tensor.nbytes)
@@ -78,7 +78,7 @@ def _groups(paper: Paper) -> None:
 
 
 FINDS_SHAPES = "_propagate_tensor_meta_non_cached"
-"""Name of the method of `ShardingPropagator` by which DTensor computes the shapes of results."""
+"""Name of the `ShardingPropagator` method with which DTensor computes output shapes."""
 
 
 def _shapes(paper: Paper) -> None:
@@ -88,7 +88,7 @@ def _shapes(paper: Paper) -> None:
 
 
 def aside(paper: Paper, function: Callable) -> Callable:
-    """Wrap a function so that its tensors are not counted, because a real rank does not allocate them."""
+    """Wrap a function so that its tensors, which a real rank does not allocate, are not counted."""
 
     @wraps(function)
     def run(*args, **more):
@@ -117,7 +117,7 @@ def _fsdp(paper: Paper) -> None:
     reduce = _fsdp_param_group.foreach_reduce
 
     def foreach_reduce(*args: Any, **more: Any) -> tuple:
-        """Reduce gradients. The simulated all-reduce returns no CUDA event, so a plain object replaces the event."""
+        """Reduce gradients. The fake all-reduce returns no CUDA event, so use a plain object instead."""
         given = signature(reduce).bind(*args, **more).arguments
         given["reduce_scatter_comm"] = Buffers(paper, given)
         found = reduce(**given)
@@ -126,10 +126,10 @@ def _fsdp(paper: Paper) -> None:
     keep = FSDPParam.to_accumulated_grad_if_needed
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Tag unsharded gradients, which stay allocated until a micro-batch's gradients are reduced."""
+        """Tag unsharded gradients, which stay allocated until they are reduced at the end of a micro-batch."""
         with paper.tagged("unsharded gradients"):
             keep(self)
-        # A gradient that already has the dtype of the reduction is not copied, so it does not have this tag yet.
+        # A gradient that already has the reduce dtype is not copied, so it is not tagged yet.
         paper.retag([x for x in [self._unsharded_param.grad] if x is not None], "unsharded gradients")
 
     FSDPParam.to_accumulated_grad_if_needed = to_accumulated_grad_if_needed
@@ -139,17 +139,17 @@ def _fsdp(paper: Paper) -> None:
 
 
 class Buffers:
-    """Allocates the buffers of a reduce-scatter. The output becomes the sharded gradients or is added to them."""
+    """Allocates reduce-scatter buffers. The output becomes the sharded gradients or is added to them."""
 
     def __init__(self, paper: Paper, given: dict[str, Any]):
-        """given: the arguments of FSDP's `foreach_reduce`, by name."""
+        """given: arguments of FSDP's `foreach_reduce`, by name."""
         self.paper, self.comm = paper, given["reduce_scatter_comm"]
         kept = given["partial_reduce_output"] is not None and not given["all_reduce_grads"]
         first = all(p.sharded_param.grad is None for p in given["fsdp_params"])
         self.tags = iter((paper.tag, "sharded gradients" if first and not kept else paper.tag))
 
     def allocate(self, *args: Any, **more: Any) -> torch.Tensor:
-        """Allocate the input buffer at the first call, and the output buffer at the second."""
+        """Allocate the input buffer on the first call and the output buffer on the second."""
         with self.paper.tagged(next(self.tags)):
             return self.comm.allocate(*args, **more)
 
@@ -163,7 +163,7 @@ def _optimizers(paper: Paper) -> None:
     adam._device_dtype_check_for_fused = lambda *args, **more: None
     from spmdrl.policy.megatron.host_adamw import HostAdamW
 
-    # Megatron has one optimizer for experts and another for all other parameters, so their sizes are summed.
+    # Megatron has separate optimizers for experts and for all other parameters, so sum their sizes.
     numbers: dict[int, int] = {}
 
     def step(self: Any, closure: Any = None) -> None:
@@ -175,18 +175,18 @@ def _optimizers(paper: Paper) -> None:
 
 
 class Tape:
-    """Replaces the copy of the device's storages that is on the host or on disk; keeps only the size of the copy."""
+    """Replaces the copy of offloaded storages on the host or on disk; keeps only its size."""
 
     def __init__(self, paper: Paper, place: str, total: int):
         self.paper, self.place, self.total = paper, place, total
         paper.parked[place] += total
 
     def write(self, offset: int, raw: torch.Tensor) -> None:
-        """Count bytes that are copied from the device."""
+        """Count bytes copied from the device."""
         self.paper.to_host += len(raw)
 
     def read(self, offset: int, raw: torch.Tensor) -> None:
-        """Count bytes that are copied back to the device."""
+        """Count bytes copied back to the device."""
         self.paper.from_host += len(raw)
 
     def __del__(self) -> None:
@@ -219,7 +219,7 @@ def _adapters() -> None:
     from spmdrl.spmd.exchange import all_gather_rows
 
     def gathered(named: Any, world: Any) -> dict[str, torch.Tensor]:
-        """Gather adapters as if every rank held as many rows as this one, although other ranks may hold fewer."""
+        """Gather adapters as if every rank held as many rows as this one; other ranks might hold fewer."""
         mine = torch.cat([lora.local(p).flatten() for _, p in named]) if named else torch.empty(0, device=META)
         everyone = all_gather_rows(mine[:, None], world.shard_group)
         whole = {name: mine.new_empty(p.shape) for name, p in named}
@@ -233,7 +233,7 @@ def _remote() -> None:
     from spmdrl.policy.remote import RemotePolicy
 
     def logprobs(self: Any, batch: Any, temperature: float, second: Any = "entropy") -> Any:
-        """Return the results of this rank's model; return zeros if only other ranks have the model and send results."""
+        """Return the results of this rank's model, or zeros if only other ranks hold the model and send results."""
         if self.model is not None:
             return self.model.logprobs(batch, temperature, second)
         first, second = torch.zeros(2, batch.n_tokens, dtype=self.dtype)
@@ -260,7 +260,7 @@ def _megatron() -> None:
     settings = model.transformer_config
 
     def fixed(*args: Any, **more: Any) -> Any:
-        """Return the settings for micro-batches of one length, as in a plan, so that stages exchange no lengths."""
+        """Return the config for fixed-length micro-batches, as used in a plan, so that stages exchange no lengths."""
         return settings(*args, **more, variable_seq_lengths=False)
 
     model.transformer_config = fixed

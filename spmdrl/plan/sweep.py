@@ -1,4 +1,4 @@
-"""Plans a job with other settings: searches for settings that fit, or ranks several settings by their least time."""
+"""Plans a job with changed settings: searches for ones that fit, or ranks alternatives by minimum step time."""
 
 import sys
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from spmdrl.plan.report import gib
 from spmdrl.plan.run import GIB, OUTSIDE, Plan, plan
 
 NEAREST = 8
-"""Maximum number of plans in a search for settings that fit; each takes tens of seconds for 671 G parameters."""
+"""Maximum number of plans when searching for settings that fit; each takes tens of seconds for 671B parameters."""
 SINGLES = 5
-"""Maximum number of plans with a single change in this search; later plans combine two changes."""
+"""Maximum number of single-change plans in this search; later plans combine two changes."""
 SWEPT = 12
-"""Maximum number of plans in a sweep, including the plan of the job's own settings."""
+"""Maximum number of plans in a sweep, including that for the job's own settings."""
 
 
 @dataclass
@@ -24,25 +24,25 @@ class Row:
     """One plan with changed settings."""
 
     change: Change | None
-    """The changed settings; None for the settings of the job."""
+    """The change, or None for the job's own settings."""
     fits: bool
     spare: int
-    """Bytes that stay free on the fullest device. If memory is short, minus the largest shortfall: of that device, of
-    an engine's KV cache or of a node's host."""
+    """Free bytes on the fullest device. If memory is short, the negated largest shortfall: on that device, in an
+    engine's KV cache, or on a node's host."""
     seconds: float
-    """Least seconds of a step."""
+    """Lower bound on the step time in seconds."""
     phase: str
-    """The phase with the most bytes on a device; `host` if a node's host memory has the largest shortfall."""
+    """The phase with the highest device memory use, or `host` if host memory has the largest shortfall."""
     free: dict[str, int]
-    """Free bytes on the device in each phase, in the KV cache (`cache`, at most 0) and on a node's host (`host`)."""
+    """Free bytes: on the device per phase, in the KV cache (`cache`, at most 0), and on a node's host (`host`)."""
 
     @property
     def flags(self) -> str:
-        """The changed settings as command line flags; empty for the settings of the job."""
+        """The change as command-line flags; empty for the job's own settings."""
         return self.change.flags if self.change else ""
 
     def facts(self) -> dict[str, Any]:
-        """Return the row as values for JSON: bytes and seconds."""
+        """Return the row as JSON-serialisable values, in bytes and seconds."""
         named = {"flags": self.flags, "fits": self.fits, "spare_bytes": self.spare}
         return named | {"least_seconds": self.seconds, "phase": self.phase, "room_bytes": self.free}
 
@@ -55,17 +55,17 @@ class Tried:
     left_out: int
     """Number of allowed changes that were not planned."""
     swept: bool
-    """True for a ranked sweep; False for a search that ends with the first row that fits."""
+    """True for a ranked sweep; False for a search that stops at the first row that fits."""
     failed: list[str]
     """Changes that could not be planned, each with the last line of the error."""
 
     def facts(self) -> dict[str, Any]:
-        """Return all rows and counts as values for JSON."""
+        """Return all rows and counts as JSON-serialisable values."""
         return {"rows": [row.facts() for row in self.rows], "left_out": self.left_out, "failed": self.failed}
 
 
 def row_of(made: Plan, change: Change | None = None) -> Row:
-    """Return the row of a plan. change: the changed settings of the plan; None for the job's settings."""
+    """Return a plan as a row. change: the change that was planned, or None for the job's own settings."""
     memory = int(made.gpu.memory_gib * GIB) - OUTSIDE
     free: dict[str, int] = {}
     for planned in made.kinds:
@@ -82,11 +82,11 @@ def row_of(made: Plan, change: Change | None = None) -> Row:
 
 
 def nearest(made: Plan) -> Tried:
-    """Plan changes of a job that does not fit: one change, then two, until a plan fits or `NEAREST` plans are made."""
+    """Try single changes, then pairs, to a job that does not fit, until one fits or `NEAREST` plans have been made."""
     base = row_of(made)
     lacking = {name for name, left in base.free.items() if left < 0}
     helpful = [c for c in changes_of(made.cfg, made.world, config_of(made.cfg)) if c.frees & lacking]
-    # Changes that free memory in the most places come first; the sort is stable, so equal changes keep their order.
+    # Try changes that help with the most shortfalls first; the sort is stable, so ties keep their order.
     helpful.sort(key=lambda change: -len(change.frees & lacking))
     rows: list[Row] = []
     failed: list[str] = []
@@ -104,7 +104,7 @@ def nearest(made: Plan) -> Tried:
 
 
 def _pairs(base: Row, rows: list[Row]) -> list[Change]:
-    """Return pairs of changes, first those that would leave the most memory free if their effects added up."""
+    """Return pairs of changes, ordered by the memory they would leave free if their effects added up, most first."""
 
     def least(a: Row, b: Row) -> int:
         sums = {name: a.free.get(name, left) + b.free.get(name, left) - left for name, left in base.free.items()}
@@ -118,9 +118,9 @@ def _pairs(base: Row, rows: list[Row]) -> list[Change]:
 
 
 def sweep(made: Plan) -> Tried:
-    """Plan a job with single changes, and rank these plans and the job's own.
+    """Plan a job with each single change, and rank these plans together with the job's own.
 
-    Plans that fit come first, the fastest at the top; then those that do not, from the smallest shortfall.
+    Plans that fit come first, fastest first; then those that do not, by increasing shortfall.
     """
     changes, failed = changes_of(made.cfg, made.world, config_of(made.cfg)), []
     rows = [row_of(made), *_planned(made, changes[: SWEPT - 1], failed)]
@@ -129,7 +129,7 @@ def sweep(made: Plan) -> Tried:
 
 
 def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[Row]:
-    """Plan the job with each change and yield the plan's row; append changes that cannot be planned to `failed`."""
+    """Plan the job with each change and yield a row per plan; append changes that cannot be planned to `failed`."""
     for change in changes:
         print(f"trying {change.flags}", file=sys.stderr, flush=True)
         try:
@@ -139,7 +139,7 @@ def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[R
 
 
 def sweep_lines(tried: Tried) -> list[str]:
-    """Return the lines of the report about these plans."""
+    """Return the report lines for these plans."""
     failed = [f"cannot be planned: {line}" for line in tried.failed]
     if not tried.rows:
         return [*failed, "no change of one setting that can be planned frees the missing memory"]

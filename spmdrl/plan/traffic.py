@@ -1,8 +1,8 @@
-"""Counts the bytes that a rank sends in collectives, by the axis of their group and the kind of collective.
+"""Counts the bytes that a rank sends in collectives, by mesh axis and collective type.
 
-A collective of n ranks is counted as on a ring: each rank sends (n - 1) / n of an all-gather's result, of a
-reduce-scatter's input and of an all-to-all, twice that share of an all-reduce, and the tensor of a send, broadcast,
-reduce, gather or scatter once.
+A collective over n ranks is counted as a ring algorithm: each rank sends (n - 1) / n of the all-gather output, the
+reduce-scatter input or the all-to-all buffer, twice that fraction for an all-reduce, and the tensor once for a send,
+broadcast, reduce, gather or scatter.
 """
 
 from collections import Counter
@@ -25,23 +25,24 @@ KINDS = {
     "scatter": "scatter",
     "barrier": "barrier",
 }
-"""Start of an operation's name -> kind of collective. The first match counts: `reduce_scatter` is before `reduce`."""
+"""Operation name prefix -> collective type. The first match wins, so `reduce_scatter` precedes `reduce`."""
 
 
 @dataclass
 class Traffic:
-    """Bytes and calls of the collectives of one rank."""
+    """Bytes and calls of one rank's collectives."""
 
     bytes: Counter = field(default_factory=Counter)
-    """(axis, kind of collective) -> bytes sent; on the axis `push` (weights to engines) also bytes received."""
+    """(axis, collective type) -> bytes sent; for the axis `push` (weights to engines), also bytes received."""
     calls: Counter = field(default_factory=Counter)
-    """(axis, kind of collective) -> number of collectives or messages."""
+    """(axis, collective type) -> number of collectives or messages."""
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name of an axis -> the ranks of this rank's group on the axis."""
+    """Axis name -> ranks in this rank's group on that axis."""
     names: dict[str, str] = field(default_factory=dict)
-    """Name of a group -> its axis. Ranks cannot be the key, because groups of several axes may have the same ranks."""
+    """Group name -> its axis. Ranks cannot serve as the key, because groups of different axes can have the same
+    ranks."""
     peers: Counter = field(default_factory=Counter)
-    """(`send` or `receive`, rank) -> bytes of the policy's weights sent to or received from that rank."""
+    """(`send` or `receive`, rank) -> bytes of policy weights exchanged with that rank."""
 
     def copy(self) -> "Traffic":
         """Return a copy of the counts."""
@@ -53,19 +54,19 @@ class Traffic:
         return replace(self, **counts)
 
     def call(self, group: Any, axis: str) -> None:
-        """Record which mesh axis a process group of this rank belongs to, unless the group has only one rank."""
+        """Record the mesh axis of one of this rank's process groups, unless the group has only one rank."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
             self.names[group.group_name], self.axes[axis] = axis, ranks
 
     def axis(self, group: Any) -> str:
-        """Return the axis of a group; a group without an axis gets one named after its size, such as `8 ranks`."""
+        """Return a group's axis; a group without one is assigned an axis named after its size, such as `8 ranks`."""
         if group.group_name not in self.names:
             self.call(group, f"{group.size()} ranks")
         return self.names[group.group_name]
 
     def note(self, func: Any, args: tuple) -> None:
-        """Count one collective operation of torch's namespace c10d."""
+        """Count one collective from torch's c10d namespace."""
         word = func.overloadpacket.__name__.strip("_")
         kind = next((kind for begin, kind in KINDS.items() if word.startswith(begin)), word)
         group = next((g for g in map(_group, args) if g is not None), None)
@@ -84,7 +85,7 @@ class Traffic:
 
 
 def sent(kind: str, n: int, rank: int, args: tuple) -> int:
-    """Return the bytes that one of n ranks sends in a collective on a ring."""
+    """Return the bytes that one of n ranks sends in a ring collective."""
     sizes = [_nbytes(x) for x in args[:2]]
     if kind in ("all-gather", "reduce-scatter"):
         return max(sizes) * (n - 1) // n
