@@ -10,9 +10,9 @@ Sources:
     H100 SXM, https://www.nvidia.com/en-us/data-center/h100/: 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s; DGX H100
         has eight 400 Gb/s network cards and 2 TB for the host, https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html
     H200 SXM, https://www.nvidia.com/en-us/data-center/h200/: like the H100, but with 141 GB at 4.8 TB/s
-    H20, 96 GB: no data sheet is public. 148 TFLOPS, 4.0 TB/s, NVLink 900 GB/s are the figures published by server
-    vendors; 95.0 GiB is from an error message, https://github.com/modelscope/DiffSynth-Studio/issues/1238 B200,
-    https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html: 2.25 PFLOPS, NVLink 1.8 TB/s;
+    H20, 96 GB: there is no public data sheet. 148 TFLOPS, 4.0 TB/s, NVLink 900 GB/s are figures published by server
+        vendors; 95.0 GiB is from an error message, https://github.com/modelscope/DiffSynth-Studio/issues/1238
+    B200, https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html: 2.25 PFLOPS, NVLink 1.8 TB/s;
         178.35 GiB and 7.67 TB/s as reported by the driver, https://github.com/pytorch/ao/pull/4002
     A100 SXM4 80 GB, https://www.nvidia.com/en-us/data-center/a100/: 312 TFLOPS, 2.04 TB/s, NVLink 600 GB/s; DGX A100
         has 200 Gb/s network cards
@@ -41,13 +41,11 @@ class Gpu:
     nvlink_gb_s: float
     """Bandwidth to the other GPUs of the node, per direction, in GB/s (1e9 bytes per second)."""
     network_gb_s: float
-    """Bandwidth to other nodes (this GPU's share of the network cards), per direction, in GB/s (1e9 bytes per
-    second)."""
+    """Bandwidth to other nodes (this GPU's share of the network cards), per direction, in GB/s."""
     gpus_per_node: int = 8
     """Number of GPUs per node."""
     host_gb_s: float = 0.0
-    """Bandwidth to host memory, per direction, in GB/s (1e9 bytes per second). 0 means unknown; copies then take 0
-    s."""
+    """Bandwidth to host memory, per direction, in GB/s. 0 means unknown; copies then count as 0 s."""
     host_memory_gib: float = 0.0
     """Host memory per node in GiB. 0 means unknown; a plan then reports host memory use without checking a limit."""
 

@@ -49,7 +49,7 @@ class Work:
 def few_passes(
     models: list[tuple[str, Any]], paper: Paper, works: list[Work], updates: int, rounds: tuple[int, ...]
 ) -> Iterator[None]:
-    """Context manager that limits each pass over a model to a few of its micro-batches.
+    """Limit each pass over a model to a few of its micro-batches inside this context.
 
     Args:
         models: (name, model) pairs of the models that own tensors on this rank.

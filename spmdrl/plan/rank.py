@@ -182,7 +182,7 @@ def folders_of(cfg: Config) -> dict[str, Path]:
 
 @contextmanager
 def _without_files(folders: dict[str, Path]) -> Iterator[None]:
-    """Context manager in which policies read only config.json from these folders, and no weights."""
+    """Make policies read only config.json, and no weights, from these folders inside this context."""
 
     def find(path: str, *_: Any) -> Path:
         return folders[path]

@@ -36,7 +36,7 @@ class Step:
     held: dict[str, int]
     """Device bytes by owner when training starts, before the first gradient, as in a run's device table."""
     moments: dict[str, Moment]
-    """Phase (`push` (weights to engines), `rollout`, `training`) -> live bytes at its peak."""
+    """Phase (`push` for the weight push to engines, `rollout`, `training`) -> live bytes at its peak."""
     works: list[Work]
     push: Pass | None
     parked: dict[str, int]
@@ -54,7 +54,7 @@ class Step:
 
     @property
     def host(self) -> dict[str, int]:
-        """Peak host bytes in a step, by purpose."""
+        """Peak bytes in a step that are on the host or on disk, by purpose."""
         return self.always | {f"off the device ({place})": n for place, n in self.parked.items() if n}
 
 
@@ -241,7 +241,7 @@ def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: i
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Context manager that reuses micro-batches with the same lengths and prompt boundaries to save time."""
+    """Reuse micro-batches that have the same lengths and prompt boundaries inside this context, to save time."""
     found: dict[tuple, Batch] = {}
     split, select = learner.microbatches, Batch.select
 

@@ -31,7 +31,7 @@ class Storages:
 
     @contextmanager
     def tagged(self, tag: str) -> Iterator[None]:
-        """Context manager that counts allocations as `tag`."""
+        """Count allocations inside this context as `tag`."""
         before, self.tag = self.tag, tag
         try:
             yield

@@ -82,7 +82,7 @@ def row_of(made: Plan, change: Change | None = None) -> Row:
 
 
 def nearest(made: Plan) -> Tried:
-    """Try single changes, then pairs, to a job that does not fit, until one fits or `NEAREST` plans have been made."""
+    """Plan single changes, then pairs, for a job that does not fit, until one fits or `NEAREST` plans are made."""
     base = row_of(made)
     lacking = {name for name, left in base.free.items() if left < 0}
     helpful = [c for c in changes_of(made.cfg, made.world, config_of(made.cfg)) if c.frees & lacking]

@@ -39,8 +39,7 @@ class Traffic:
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Axis name -> ranks in this rank's group on that axis."""
     names: dict[str, str] = field(default_factory=dict)
-    """Group name -> its axis. Ranks cannot serve as the key, because groups of different axes can have the same
-    ranks."""
+    """Group name -> its axis. Ranks cannot serve as keys, because groups of different axes can have the same ranks."""
     peers: Counter = field(default_factory=Counter)
     """(`send` or `receive`, rank) -> bytes of policy weights exchanged with that rank."""
 
