@@ -1,10 +1,10 @@
-"""Tries the reward of a run on its data before the run.
+"""Tries a run's reward on its data before the run starts.
 
     python -m spmdrl.rewards try --config configs/gsm8k_grpo.yaml [--data SOURCE] [--rows 64] [--json]
 
-It grades right, empty and wrong answers to rows of `--data.train` (or of SOURCE) and prints the scores of each kind of
-answer. It takes all flags of `spmdrl.train`. The exit code is 1 if right answers do not score best or the reward has
-another problem, and 2 if the command line is wrong or the data or the reward cannot be loaded.
+It grades correct, empty and wrong answers to rows of `--data.train` (or of SOURCE) and prints the scores for each kind
+of answer. It accepts all flags of `spmdrl.train`. The exit code is 1 if correct answers do not score best or the reward
+has any other problem, and 2 if the command line is invalid or the data or the reward cannot be loaded.
 """
 
 import argparse
@@ -31,13 +31,14 @@ ROWS = "64"
 """Default of `--rows`, the number of rows to try."""
 LONGEST = 1 << 30
 ENOUGH = 0.95
-"""Minimum share of rows in which the right answer should score best (by source) and get 1 (over all rows)."""
+"""Minimum fraction of rows in which the correct answer should score best (per source) and get 1 (over all rows)."""
 BY_CHANCE = 0.2
-"""Maximum share of rows in which another row's answer may score as much as the right one; short truths may coincide."""
+"""Maximum fraction of rows in which another row's answer may score as high as the correct one, as short answers can
+coincide."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the scores of right and wrong answers; return the exit code."""
+    """Print the scores of correct and wrong answers, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] != "try" or {"-h", "--help"} & set(words):
         print(__doc__)
@@ -95,7 +96,7 @@ def _own_flags() -> argparse.ArgumentParser:
 
 
 def _problems(found: Trial) -> list[str]:
-    """Return the problems that the rewards of all kinds of answers show, one line of text for each problem."""
+    """Return the problems found in the rewards of all kinds of answers, one line per problem."""
     out = [*_not_best(found), *_undeserving(found)]
     rewards = [r for _, row in found.rows for r in row.rewards.values()]
     if left_out := [(i, r.ungraded) for _, row in found.rows for i, r in row.rewards.items() if r.ungraded]:
@@ -113,7 +114,7 @@ def _problems(found: Trial) -> list[str]:
 
 
 def _not_best(found: Trial) -> list[str]:
-    """Return a line for each source whose right answers score best in too few rows; one line if none could be tried."""
+    """Return a line per source whose correct answers score best in too few rows, or one line if none were tried."""
     best, most, out = found.best(), found.undeserved(), []
     if not best:
         if any(row.rewards for row in found.gold):
@@ -134,14 +135,14 @@ def _not_best(found: Trial) -> list[str]:
 
 
 def _undeserving(found: Trial) -> list[str]:
-    """Return one line with all kinds of wrong answers that score as much as right ones, or an empty list."""
+    """Return one line naming all kinds of wrong answers that score as high as correct ones, or an empty list."""
     best, least, named = found.best(), {}, []
     for _, row in found.rows:
         least |= {i: min(score, least.get(i, score)) for i, score in row.by_prompt.items()}
 
     def as_much(i: int, score: float) -> bool:
-        # If even the right answer has the lowest score of its row, `_not_best` reports that row, and wrong answers with
-        # the same score do not count here.
+        # If even the correct answer gets the lowest score of its row, `_not_best` reports the row, so wrong answers
+        # with the same score are not counted here.
         return score >= best.get(i, 1.0) and (is_right(score) or score > least[i])
 
     for row in found.garbage:
@@ -153,7 +154,7 @@ def _undeserving(found: Trial) -> list[str]:
 
 
 def _notes(found: Trial) -> list[str]:
-    """Return facts about a reward that are useful but not problems, one line of text for each."""
+    """Return useful observations about a reward that are not problems, one per line."""
     best, out = found.best(), []
     if best and len(best) < len(found.sources):
         out.append(

@@ -1,14 +1,14 @@
-r"""Rewards of competition maths that compare the normalised text of answers, without computing their values.
+r"""Rewards for competition maths that compare normalised answer text without evaluating it.
 
-The reward `math` compares values. `boxed` compares the last `\boxed{...}` by the equality test of the MATH data set
+The reward `math` compares values. `boxed` compares the last `\boxed{...}` with the equality check of the MATH data set
 (Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874, `is_equiv` of https://github.com/hendrycks/math), which verl's
 `math_reward` also uses. `2/4` does not equal `\frac{1}{2}`, and `1,000` does not equal `1000`. docs/rewards.md lists
 the rules and the differences from `is_equiv`.
 
-`math_dapo` and `math_dapo_boxed` give 1 or -1 for the answer at the end of a response, as in DAPO
-(https://arxiv.org/abs/2503.14476). `math_dapo`, verl's default, compares the last `Answer: ...` line after the
-normalisation of Minerva (Lewkowycz et al. 2022, https://arxiv.org/abs/2206.14858, appendix D.1). `math_dapo_boxed`
-compares the content of the last box character by character, after Unicode minus signs and dashes became `-`.
+`math_dapo` and `math_dapo_boxed` return 1 or -1 for the answer at the end of a response, as in DAPO
+(https://arxiv.org/abs/2503.14476). `math_dapo`, verl's default, compares the last `Answer: ...` line after Minerva's
+normalisation (Lewkowycz et al. 2022, https://arxiv.org/abs/2206.14858, appendix D.1). `math_dapo_boxed` compares the
+content of the last box verbatim, except that Unicode minus signs and dashes are replaced by `-`.
 """
 
 import re
@@ -19,7 +19,7 @@ from spmdrl.rewards.text import SIGNS, closing, truth_text
 LONGEST = 4096
 """Maximum length of a box in characters."""
 TAIL, BOX_TAIL = 300, 100
-"""Number of characters at the end of a response in which DAPO looks for an answer line, and for a box."""
+"""Number of characters at the end of a response that DAPO searches for an answer line and for a box."""
 _OPEN = re.compile(r"\s{0,9}\{")
 _FORMATTING = (r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$")
 _SLASH = re.compile(r"(-?[1-9][0-9]*|0)/(-?[1-9][0-9]*|0)")
@@ -28,7 +28,7 @@ _REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
     *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
 )
-"""Replacements, applied in this order before the texts of `_REMOVED` are deleted."""
+"""Replacements, applied in this order before the strings in `_REMOVED` are deleted."""
 _REMOVED = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
     *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
@@ -39,13 +39,14 @@ _UNWRAPPED = tuple(re.compile(rf"\\{name}\{{([^}}]*)\}}") for name in ("text", "
 
 
 class _MalformedError(ValueError):
-    """LaTeX that has no normal form, such as a root of nothing."""
+    """Raised for LaTeX that has no normal form, such as an empty root."""
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`; None if it is missing or not closed.
+    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`, or None if it is missing or
+    unclosed.
 
-    An escaped brace is a character of the answer and does not count as an opening or closing brace.
+    An escaped brace is part of the answer and does not count as an opening or closing brace.
     """
     start = text.rfind(r"\boxed")
     if start < 0:
@@ -67,7 +68,7 @@ def _roots(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    r"""Add the missing braces of `\frac12` and `\frac1{72}`; return a text with an incomplete fraction unchanged."""
+    r"""Add the missing braces of `\frac12` and `\frac1{72}`; return text with an incomplete fraction unchanged."""
     out, *rest = text.split(r"\frac")
     made = [out]
     for part in rest:
@@ -95,7 +96,7 @@ def _math_form(text: str) -> str:
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     text = re.sub(r"^(\s*-?)\.", r"\g<1>0.", text)
     name, *sides = text.split("=")
-    if len(sides) == 1 and len(name) <= 2:  # drops the name in `x = 5`
+    if len(sides) == 1 and len(name) <= 2:  # drop the name in `x = 5`
         text = sides[0]
     text = _fractions(_roots(text).replace(" ", ""))
     if text == "0.5":
@@ -112,7 +113,7 @@ def _same(answer: str, truth: str) -> bool:
 
 
 def boxed(item: RewardInput) -> Reward:
-    r"""Return 1 if the last `\boxed{...}` and the truth have the same normal form, else 0; values are not computed.
+    r"""Return 1 if the last `\boxed{...}` has the ground truth's normal form, else 0; values are not computed.
     Part `format`: whether there is a box.
     """
     whole = truth_text(item.ground_truth)
@@ -125,10 +126,10 @@ def boxed(item: RewardInput) -> Reward:
 
 
 def _line(text: str) -> str:
-    """Return the first `$...$` of a line, else the line, without a box and the commands of `_UNWRAPPED` around text."""
+    """Return the first `$...$` in a line, else the whole line, with boxes and `_UNWRAPPED` commands stripped."""
     dollars = text.split("$", 2)
     if len(dollars) == 3:
-        # Keep the dollar signs until `_dapo_form` has added braces, because a dollar sign may end up within braces.
+        # Keep the dollar signs until `_dapo_form` has added braces, because a dollar sign can end up inside braces.
         text = f"${dollars[1]}$"
     for command in _UNWRAPPED:
         end = text.rfind("}") + 1  # text after the last brace cannot match, and searching it would take quadratic time
@@ -141,7 +142,7 @@ def _line(text: str) -> str:
 
 
 def _dapo_form(text: str) -> str:
-    """Return the normal form of an answer: the text after the last `=`, without units, articles and spaces."""
+    """Return an answer's normal form: the text after the last `=`, without units, articles and spaces."""
     text = text.translate(SIGNS).rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)
@@ -155,7 +156,7 @@ def _dapo_form(text: str) -> str:
 
 
 def math_dapo(item: RewardInput) -> Reward:
-    """Return 1 if the last line `Answer: ...` within the last 300 characters has the truth's normal form, else -1.
+    """Return 1 if the last `Answer: ...` line in the last 300 characters has the ground truth's normal form, else -1.
     Parts: `acc`, 1 or 0; `format`, whether there is such a line.
     """
     truth = _dapo_form(truth_text(item.ground_truth))
@@ -165,7 +166,7 @@ def math_dapo(item: RewardInput) -> Reward:
 
 
 def math_dapo_boxed(item: RewardInput) -> Reward:
-    r"""Return 1 if the last `\boxed{...}` within the last 100 characters holds exactly the truth, else -1. Unicode
+    r"""Return 1 if the last `\boxed{...}` in the last 100 characters is exactly the ground truth, else -1. Unicode
     minus signs and dashes count as `-`. Parts: `acc`, 1 or 0; `format`, whether there is a box.
     """
     truth = truth_text(item.ground_truth).translate(SIGNS)

@@ -1,9 +1,9 @@
-r"""The reward of multiple-choice questions, whose answer is one letter.
+r"""The reward for multiple-choice questions answered with a single letter.
 
-The letter may be written as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or be the complete response. The
-first three forms are marked answers, which take precedence over the other forms. Of several marked answers, and of
-several sentences with a letter in parentheses, the last counts. An answer that also lists other letters is wrong, so
-that naming all of them does not pay.
+The letter can be written as `Answer: B`, `The answer is (B).`, `\boxed{B}`, `(B)`, or be the entire response. The first
+three forms are marked answers, which take precedence over the others. If there are several marked answers, or several
+sentences with a letter in parentheses, the last one counts. An answer that also lists other letters is wrong, so that
+naming all letters does not pay off.
 """
 
 import re
@@ -13,7 +13,7 @@ from spmdrl.rewards.boxed import last_box
 from spmdrl.rewards.text import ADVICE, truth_text
 
 TAIL = 2000
-"""Number of characters at the end of a response in which the answer is looked for."""
+"""Number of characters at the end of a response that are searched for the answer."""
 _WRAPPING = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|it)?|mbox|left|right)(?![A-Za-z])|\\[()\[\] ,;!]|[$*_`{}]")
 _MARK = re.compile(
     r"(?i)\b(?:answer|option|choice)[*_`]{0,4}\s{0,3}(?:(?:is|(?:would|should|must|will)\s{1,3}be)"
@@ -36,8 +36,8 @@ _GOES_ON = (
     "|obviously|once|only|overall|perhaps|precisely|presumably|probably|really|simply|specifically|still|surely|then"
     "|therefore|thus|too|undoubtedly|yet"
 )
-"""Words that may follow a chosen letter. Before other words, A may be the article and I the pronoun. The rule holds for
-all letters, so that they are graded equally."""
+"""Words that can follow a chosen letter. Before any other word, A might be the article and I the pronoun. The rule
+applies to all letters, so that they are graded equally."""
 _REFUSED = re.compile(
     r",?\s*\b(?:and |but )?(?:not|rather than|instead of|as opposed to|unlike)\s+(?:option |choice )?\(?[A-Z]\)?"
     r"(?:(?:\s*,\s*(?:or |nor |and )?|\s+(?:or|nor|and)\s+)(?:option |choice )?\(?[A-Z]\)?(?![A-Za-z0-9']))*"
@@ -45,7 +45,7 @@ _REFUSED = re.compile(
 )
 """Letters that an answer excludes, as in `B, not A or C` and `B rather than C`."""
 _ASIDE = re.compile(r",?\s+I (?:think|believe|guess|suppose|assume|would|am|know|feel|say)\b")
-"""Words after the letter in which the model refers to itself, as in `B, I think`."""
+"""First-person phrases after the letter, as in `B, I think`."""
 _OTHER = re.compile(
     r"(?:(?<![A-Za-z0-9' ])|(?<![A-Za-z0-9'] )(?<= )|(?<=\b[A-Za-z] )|(?<=\bor )|(?<=\band )|(?<=option )|(?<=choice ))"
     r"[A-Z](?![A-Za-z0-9'])"
@@ -63,9 +63,9 @@ def _others(text: str, letter: str) -> bool:
     """Return whether the text after a letter names another choice."""
     text = _REFUSED.sub("", _ASIDE.sub("", text))
     if re.match(r" (?:because|since|as|for|given|due)\b", text):
-        named = []  # the reason `because A and C are wrong` names no choice
+        named = []  # the explanation `because A and C are wrong` names no choice
     elif re.match(r"\)?[.:)]?\s*(?:[-\u2013\u2014]\s+)?[A-Za-z][a-z]+\b(?<!\bor)(?<!\band)", text) and text[:1] != " ":
-        # The text of the choice follows, as in `B: Vitamins A, C and D`: only a letter written as a label is a choice.
+        # The choice's text follows, as in `B: Vitamins A, C and D`, so only letters written as labels are choices.
         named = _LABELLED.findall(text)
     else:
         named = _OTHER.findall(_WORD.sub("", text)) + _LISTED.findall(text)
@@ -77,7 +77,7 @@ def _begins(text: str) -> bool:
 
 
 def _letter(text: str) -> str | None:
-    """Return the letter with which an answer begins; None if it does not begin with one or names several."""
+    """Return the letter that an answer starts with, or None if it does not start with one or names several."""
     text = _WRAPPING.sub("", text).strip()
     head, *rest = _SENTENCE.split(text, maxsplit=1)
     first = _FIRST.match(head)
@@ -106,7 +106,7 @@ def chosen(solution: str) -> tuple[str | None, bool]:
     if box is not None and (not marks or marks[-1] <= tail.rfind(r"\boxed")):
         return _letter(box), True
     if marks:
-        # Read the line after the marked one too, because a list of letters may continue on it.
+        # Include the line after the marked one, because a list of letters can continue there.
         return _letter("\n".join(tail[marks[-1] :].split("\n", 2)[:2])), True
     if re.fullmatch(r"\W{0,9}[A-Za-z]\W{0,9}", solution[:32].strip()) and len(solution) <= 32:
         return _letter(solution), False
@@ -118,9 +118,9 @@ def chosen(solution: str) -> tuple[str | None, bool]:
 
 
 def choice(item: RewardInput) -> Reward:
-    r"""Return 1 if the response chooses the letter of the truth, upper or lower case: by `Answer: B`, `The answer is B`
-    or `\boxed{B}`, else by `(B)`, else by `B` as the complete response. Part `format`: whether the answer is marked, as
-    in the first three forms.
+    r"""Return 1 if the response chooses the correct letter (case-insensitive): as `Answer: B`, `The answer is B` or
+    `\boxed{B}`, else as `(B)`, else as `B` alone. Part `format`: whether the answer is marked, as in the first three
+    forms.
     """
     text = truth_text(item.ground_truth).strip()
     truth = _TRUTH.fullmatch(text)

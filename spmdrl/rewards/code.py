@@ -1,7 +1,7 @@
-"""Rewards of programs, which run in the sandbox against hidden tests (docs/rewards.md, docs/sandbox.md).
+"""Rewards for programs, which run against hidden tests in the sandbox (docs/rewards.md, docs/sandbox.md).
 
-`code` is 1 if all tests pass, and `code_partial` is the share of tests that pass. Untrusted programs run only in the
-sandbox; this process sends inputs, receives outputs, and compares them.
+`code` is 1 if all tests pass; `code_partial` is the fraction of tests that pass. Untrusted programs run only in the
+sandbox; this process only sends inputs, receives outputs and compares them.
 """
 
 import time
@@ -21,12 +21,12 @@ from spmdrl_sandbox.tests import run_tests
 from spmdrl_sandbox.warm import Warm
 
 RETRIES = 2
-"""Maximum number of further attempts, each in a fresh sandbox, after the sandbox of a grading failed."""
+"""Maximum number of retries, each in a fresh sandbox, if the sandbox fails while grading."""
 RESTARTS = 30.0
-"""Maximum seconds that an attempt may take in addition to its programs, to start sandboxes."""
+"""Maximum seconds per attempt for starting sandboxes, on top of the time for running programs."""
 LEAST_OUTPUT_KIB = 256
 RESULTS = ("passed", "wrong", "error", "timeout", "memory", "output")
-"""Possible results of a test. The reward has a part for each of them: the share of the tests with this result."""
+"""Possible test results. The reward has one part per result: the fraction of tests with that result."""
 PRELUDE = """\
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -37,17 +37,17 @@ from itertools import *
 from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
 from typing import *
 """
-"""Imports that a graded function may omit, because programming sites, from which the tasks come, add them too."""
+"""Imports that a graded function may omit, because the coding sites that the tasks come from also add them."""
 
 
 class CodeGrader:
-    """`code`: 1 if the program passes all tests of its row (docs/programs.md), else 0; `code_partial`: the share of the
+    """`code`: 1 if the program passes all tests of its row (docs/programs.md), else 0; `code_partial`: the fraction of
     tests that it passes. The program is the last fenced Python block, else the last block without a language, or the
-    complete response if it has no block. If the prompt begins the tested function, a response may continue it. Parts:
-    `passed`, `wrong`, `error`, `timeout`, `memory` and `output`, shares of the tests; `format`, whether there is such a
-    block.
+    entire response if there is no block. If the prompt starts the tested function, a response may continue it. Parts:
+    `passed`, `wrong`, `error`, `timeout`, `memory` and `output`, fractions of the tests; `format`, whether there is
+    such a block.
 
-    Programs are graded one after another, in sandboxes that stay open.
+    Programs are graded one at a time, in sandboxes that stay open.
     """
 
     def __init__(self, settings: SandboxConfig, partial_credit: bool):
@@ -59,22 +59,22 @@ class CodeGrader:
         self.open()
 
     def open(self) -> None:
-        """Open the sandboxes that are not open: one for programs and one for tests. SandboxFusion needs none."""
+        """Open any sandboxes that are not open yet: one for programs, one for tests. SandboxFusion needs none."""
         while len(self.sandboxes) < 2 and not self.service:
             self.sandboxes.append(open_for(self.settings.provider))
 
     def close(self) -> None:
-        """End the sandboxes. May be called twice."""
+        """Close the sandboxes. Can be called repeatedly."""
         while self.sandboxes:
             self.sandboxes.pop().close()
 
     @property
     def note(self) -> str:
-        """Return a line for the log with the name of the sandbox."""
+        """Return a log line with the name of the sandbox."""
         return f"programs run in {self.service.name if self.service else self.sandboxes[0].name}"
 
     def may_take(self, item: RewardInput) -> float:
-        """Return the maximum seconds of a grading: the time limits of all attempts and the starts of sandboxes."""
+        """Return the maximum grading time in seconds: the time limits of all attempts plus sandbox startup."""
         return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)
 
     def __call__(self, item: RewardInput) -> Reward:
@@ -106,7 +106,7 @@ class CodeGrader:
         self.output_kib = LEAST_OUTPUT_KIB
         if tests.suite:
             return self._by_suite(source, tests)
-        # The output limit leaves room for a wrong output of up to four times the size of the expected output.
+        # Allow wrong outputs of up to four times the size of the expected output.
         wanted = sum(len(repr(case.wanted)) for case in tests.cases)
         self.output_kib = LEAST_OUTPUT_KIB + wanted * 4 // 1024
         until = time.monotonic() + self.settings.total_seconds
@@ -119,7 +119,7 @@ class CodeGrader:
         return Limits(seconds=seconds, cpu_seconds=int(seconds) + 1, memory_mib=memory, output_kib=self.output_kib)
 
     def _by_text(self, source: str, case: Case, until: float) -> str:
-        """Run a program on a test's input and compare its output with the expected one."""
+        """Run a program on a test's input and compare its output with the expected output."""
         seconds = min(self.settings.seconds, until - time.monotonic())
         if seconds <= 0:
             return "timeout"
@@ -131,9 +131,9 @@ class CodeGrader:
         return "passed" if same_text(ended.stdout, case.wanted) else "wrong"
 
     def _by_calls(self, source: str, tests: Tests, until: float) -> Iterator[str]:
-        """Call a function with each test's arguments and compare the returned values; yield a result for each test.
+        """Call a function with each test's arguments, compare its return values, and yield one result per test.
 
-        One process serves all calls; if it dies, a fresh process serves the remaining calls.
+        A single process handles all calls; if it dies, a new one handles the rest.
         """
         session: Session | None = None
         try:

@@ -1,4 +1,4 @@
-"""Reads tests of programming tasks in the forms of common data sets, and compares a program's output with them.
+"""Reads tests of programming tasks in the formats of common data sets, and compares program outputs with them.
 
     {"inputs": [...], "outputs": [...], "fn_name": name}     APPS, TACO, PRIME and verl (`fn_name`: tests are calls)
     [{"input": ..., "output": ..., "testtype": "stdin" or "functional"}, ...]     LiveCodeBench
@@ -6,11 +6,10 @@
     {"test_list": ["assert ...", ...], "test_setup_code": text}     MBPP
     {"assert_case": ["assert ...", ...]}     SandboxFusion, as verl passes it
 
-A row's truth has one of these forms, or is the JSON text of one, or is the Python code of `test` itself. Keys that are
-missing in the truth are taken from the row's other columns; the keys that hold tests (FORM_KEYS) are taken from them
-only if the truth has no such key. Sources:
-https://arxiv.org/abs/2105.09938 (APPS), https://arxiv.org/abs/2403.07974 (LiveCodeBench),
-https://arxiv.org/abs/2107.03374 (HumanEval), https://arxiv.org/abs/2108.07732 (MBPP),
+A row's ground truth has one of these formats, as an object or as JSON text, or is the Python code of `test` itself.
+Keys missing from the ground truth are taken from the row's other columns, but keys that hold tests (FORM_KEYS) only if
+the ground truth has none of them. Sources: https://arxiv.org/abs/2105.09938 (APPS), https://arxiv.org/abs/2403.07974
+(LiveCodeBench), https://arxiv.org/abs/2107.03374 (HumanEval), https://arxiv.org/abs/2108.07732 (MBPP),
 https://github.com/volcengine/verl (verl/utils/reward_score).
 """
 
@@ -31,15 +30,14 @@ KEYS = ("inputs", "outputs", "fn_name", "test", "tests", "entry_point", "prompt"
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 FORM_KEYS = ("inputs", "outputs", "test_list", "test", "tests")
 BAD_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""Errors that `ast.parse` raises for text that it cannot parse."""
+"""Exceptions that `ast.parse` raises for text that it cannot parse."""
 FORMS = 'inputs and outputs, test_list, assert_case, test with entry_point, or a list of {"input", "output"}'
 TOLERANCE = 1e-6
-"""Maximum difference of a number a from an expected number b that is not an integer, divided by the largest of |a|,
-|b| and 1."""
+"""Maximum difference between a number a and an expected non-integer b, relative to max(|a|, |b|, 1)."""
 _DIGITS = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 LONGEST_NUMBER = 400
-"""Maximum length in characters of a number that is not an integer."""
+"""Maximum length of a non-integer number in characters."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +45,30 @@ class Case:
     """One test."""
 
     given: Any
-    """Text for standard input, or the list of a call's arguments."""
+    """Standard input text, or the list of call arguments."""
     wanted: Any
-    """Expected text of standard output, or expected return value of the call."""
+    """Expected standard output text, or expected return value of the call."""
 
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of one task: inputs and outputs of a program, calls of a function, or Python code."""
+    """Tests for one task: program inputs and outputs, function calls, or Python code."""
 
     cases: tuple[Case, ...] = ()
-    """Tests of calls if `name` is set, otherwise of standard input and output."""
+    """Function calls if `name` is set, otherwise standard input/output tests."""
     name: str = ""
-    """Name of the function to call, or of the method of a class `Solution`."""
+    """Name of the function, or of the method of a class `Solution`, to call."""
     suite: Suite | None = None
-    """Tests as Python code, in place of `cases`."""
+    """Tests as Python code, instead of `cases`."""
     start: str = ""
-    """Beginning of the program in the prompt, which the response may continue."""
+    """Start of the program given in the prompt, which the response may continue."""
 
 
 def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
     """Return the tests of a row.
 
-    truth: the tests, in one of the forms in the module's docstring. extra: the row's other columns. Raises
-    UngradedError for a row without readable tests.
+    truth: the tests in one of the formats listed in the module docstring. extra: the row's other columns. Raises
+    UngradedError if the row has no readable tests.
     """
     if isinstance(truth, str):
         truth = {"test": truth} if _asserts(truth) else _parsed(truth)
@@ -78,7 +76,7 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
         return _from_list(truth, extra)
     if not isinstance(truth, dict):
         raise UngradedError(f"tests are {type(truth).__name__}: give {FORMS}, or their JSON text")
-    # If the truth itself has one of the forms, ignore columns that only happen to have the name of a form's key.
+    # If the ground truth itself has one of the formats, ignore columns that merely share a name with one of its keys.
     forms = set(truth) & {"inputs", "outputs", "test_list", "assert_case", "tests", "test"}
     row = {k: extra[k] for k in KEYS if k in extra and not (forms and k in FORM_KEYS)} | truth
     start = row.get("prompt", "")
@@ -148,7 +146,7 @@ def _suite(tests: tuple[str, ...], entry: object, setup: object, start: str = ""
     before = _texts([setup], "test_setup_code")[0] if setup else ""
     name = entry if isinstance(entry, str) else ""
     if defines(start, name):
-        # Tests must call the prompt's helper functions, not functions of the same names in the graded program.
+        # Tests must call the prompt's helper functions, not same-named functions from the graded program.
         helpers = before_function(start, name)
         try:
             ast.parse(helpers)
@@ -165,7 +163,7 @@ def _suite(tests: tuple[str, ...], entry: object, setup: object, start: str = ""
 
 
 def _runs(text: str, entry: str) -> bool:
-    """Return whether a test asserts something when it is executed, or has a function `check` to call."""
+    """Return whether a test asserts something when executed, or defines a `check` function to call."""
     silent = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
     body = ast.parse(text).body
     if entry and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
@@ -175,7 +173,7 @@ def _runs(text: str, entry: str) -> bool:
 
 
 def _texts(value: object, key: str) -> tuple[str, ...]:
-    """Return the source texts of tests. Raises UngradedError for text that is not Python."""
+    """Return the source code of tests. Raises UngradedError for text that is not valid Python."""
     if not isinstance(value, list) or not value or not all(isinstance(x, str) for x in value):
         raise UngradedError(f"{key} must be a list of Python texts")
     for text in value:
@@ -187,14 +185,14 @@ def _texts(value: object, key: str) -> tuple[str, ...]:
 
 
 def _lines(value: object) -> str:
-    """Return a text unchanged, or join a list of lines, which some rows of APPS have, into a text."""
+    """Return text unchanged, or join a list of lines (as found in some APPS rows)."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return value if isinstance(value, str) else str(value)
 
 
 def _arguments(value: object) -> list:
-    """Return a call's arguments, which are given as a list or as text with the JSON of one argument per line."""
+    """Return call arguments given as a list or as text with one JSON value per line."""
     if isinstance(value, str):
         return _json_lines(value)
     if not isinstance(value, list):
@@ -203,7 +201,7 @@ def _arguments(value: object) -> list:
 
 
 def _whole_keys(value: Any) -> Any:
-    """Turn the keys of a dict into integers if all are texts of integers, because JSON stores all keys as text."""
+    """Convert dict keys to integers if all of them look like integers, because JSON keys are always strings."""
     if isinstance(value, dict) and value and all(isinstance(key, str) and _WHOLE.fullmatch(key) for key in value):
         return {int(key): each for key, each in value.items()}
     return value
@@ -223,8 +221,8 @@ def _json_or_text(text: object) -> Any:
 def same_text(printed: str, wanted: str) -> bool:
     """Return whether two outputs have the same words on the same lines.
 
-    Numbers are compared by value; if the expected one is not an integer, they may differ by TOLERANCE. Blank lines at
-    the beginning and the end are ignored, and so is whitespace around words.
+    Numbers are compared by value, within TOLERANCE if the expected one is not an integer. Leading and trailing blank
+    lines and whitespace around words are ignored.
     """
     mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, wanted))
     if [len(line) for line in mine] != [len(line) for line in theirs]:
@@ -254,7 +252,7 @@ def _close(a: float, b: float) -> bool:
 
 
 def same_answer(found: Any, wanted: Any) -> bool:
-    """Return whether a call returned the expected value, or the only item of an expected list (a form of APPS)."""
+    """Return whether a call returned the expected value, or the sole item of an expected list (as in APPS)."""
     return _same_value(found, wanted) or (
         isinstance(wanted, list) and len(wanted) == 1 and _same_value(found, wanted[0])
     )
@@ -263,12 +261,12 @@ def same_answer(found: Any, wanted: Any) -> bool:
 def _same_value(found: Any, wanted: Any) -> bool:
     """Return whether two values are equal.
 
-    A tuple equals a list of the same items. A number may differ from an expected float by TOLERANCE.
+    A tuple equals a list with the same items. Numbers match an expected float within TOLERANCE.
     """
     if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
         return len(found) == len(wanted) and all(map(_same_value, found, wanted))
     if isinstance(found, dict) and isinstance(wanted, dict):
-        # Compare integer keys as text, because all keys of JSON are text.
+        # Compare integer keys as text, because JSON keys are always strings.
         mine, theirs = ({_key(key): value for key, value in x.items()} for x in (found, wanted))
         return mine.keys() == theirs.keys() and all(_same_value(mine[key], theirs[key]) for key in mine)
     if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):

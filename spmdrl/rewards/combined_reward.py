@@ -1,6 +1,6 @@
-"""A grader whose score is the weighted sum of the scores of several graders.
+"""A grader that returns the weighted sum of several graders' scores.
 
-A gate (`--reward.gate`) names a part of a reward. If that part is not above 0, a sum above 0 becomes 0.
+A gate (`--reward.gate`) names a reward part. If that part is not above 0, a positive sum is set to 0.
 """
 
 import math
@@ -12,25 +12,25 @@ from spmdrl.data.scores import describe
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, left_out
 
 TURN = 0.02
-"""Seconds between two polls of the graders while waiting for results."""
+"""Polling interval in seconds while waiting for results."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One of the combined rewards, with its weight in the sum."""
+    """One of the combined rewards and its weight."""
 
     name: str
-    """Name of the part that holds this reward's score. Parts of the first reward keep their names, and parts of the
-    other rewards are called `name/part`."""
+    """Name of the part that holds this reward's score. Parts of the first reward keep their names; those of the others
+    are named `name/part`."""
     grader: Grader
     weight: float
 
 
 class CombinedReward(Grader):
-    """Grader whose score is the weighted sum of the scores of all combined rewards that apply to the row."""
+    """Grader that returns the weighted sum of the scores of all combined rewards that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
-        """Create the grader. gates: names of parts (see the module's docstring)."""
+        """gates: names of reward parts (see the module docstring)."""
         super().__init__(" + ".join(term.name for term in terms))
         self.terms, self.gates = terms, gates
         self.wants_groups = any(term.grader.wants_groups for term in terms)
@@ -67,15 +67,15 @@ class CombinedReward(Grader):
             self._turn(0.0)
             return False
 
-        # A grader on the engine needs all ranks of the engine at once, so all ranks drain these graders first, in the
-        # same order.
+        # A grader that runs on the engine needs all of the engine's ranks at once, so all ranks drain these graders
+        # first, in the same order.
         for term in self.terms:
             if term.grader.on_engine:
                 self._take(term, term.grader.drain(others))
                 if term.grader.pending:
-                    # All ranks of the engine abandoned the rollout, so waiting for the other graders is useless.
+                    # All ranks of the engine abandoned the rollout, so there is no need to wait for the other graders.
                     return self._results()
-        # Poll all graders in turn: a blocking wait for one of them would delay the others.
+        # Poll all graders in turn, because blocking on one of them would delay the others.
         while self._open and not (stop and stop()):
             time.sleep(TURN)
             self._turn(0.0)
@@ -92,7 +92,7 @@ class CombinedReward(Grader):
                 return Reward(math.nan, ungraded=f"{name}: {reward.ungraded}")
         applies = [term for term in self.terms if rewards[term.name].applies]
         if not any(term.weight for term in applies):
-            # Rewards of weight 0 are only logged. If no other reward applies, the response has no score.
+            # Rewards with weight 0 are only logged. If no other reward applies, the response has no score.
             self._without += 1
             return left_out(self.name, key, "none of the rewards applies to the row", self._without)
         score, parts = 0.0, {}
@@ -108,7 +108,7 @@ class CombinedReward(Grader):
             parts |= named | {term.name: reward.score}
         timed_out = any(reward.timed_out for reward in rewards.values())
         holds = all([self._holds(gate, parts, rewards, key) for gate in self.gates])
-        # A failed gate does not change a score below 0, or the rewards of turns that add up to that score.
+        # A failed gate does not change a negative score or the turn rewards that add up to it.
         shut = not holds and score >= 0.0
         return Reward(0.0 if shut else score, parts, timed_out=timed_out, shut=shut)
 
@@ -119,7 +119,7 @@ class CombinedReward(Grader):
         names = [term.name for term in self.terms]
         reward = rewards[next((name for name in names if f"{gate}/".startswith(f"{name}/")), names[0])]
         if reward.timed_out:
-            # A grading that was stopped has no parts, so its gates fail.
+            # A timed-out reward has no parts, so its gates fail.
             return False
         if not reward.applies:
             return True

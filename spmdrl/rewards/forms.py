@@ -1,11 +1,11 @@
-"""Converts built-in reward functions and users' functions in the forms of other trainers to functions of one response.
+"""Adapts built-in reward functions, and user functions written for other trainers, to functions of one response.
 
 verl:        compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
 verl, batch: compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list
 TRL:         reward(prompts, completions, **columns) -> list, None for a row to which it does not apply
 
-The form is recognised by the names of the parameters. Any function may be `async`. A function of lists is called with
-lists of one item, because each response is graded separately as soon as it ends.
+The form is detected from the parameter names. Functions can be `async`. Batch functions are called with lists of one
+item, because each response is graded on its own as soon as it is finished.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from spmdrl.rewards.base import Reward, RewardInput
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = tuple(f"{name}s" for name in VERL)
 TRUTHS = ("ground_truth", "answer", "solution")
-"""Column names of the truth in data sets for TRL. A function receives the row's truth as an argument of each name,
-unless the row has a column of this name."""
+"""Column names for the ground truth in TRL data sets. A function receives the row's ground truth under each of these
+names unless the row has a column with that name."""
 OF_TRL = ("prompts", "completions", "data_source", *TRUTHS)
-"""Names of the arguments that a function in TRL's form can take for every row."""
+"""Arguments that are available to a TRL-style function for every row."""
 
 
 def load_builtin(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Any]:
-    """Return the function of a built-in reward. Raises ValueError if it cannot be loaded."""
+    """Return a built-in reward function. Raises ValueError if it cannot be loaded."""
     row = REWARDS[name]
     module = import_module(f"spmdrl.rewards.{row.module}")
     return module.load(name, settings) if row.pooled else getattr(module, name)
@@ -44,17 +44,17 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
 
 
 def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
-    """Return a function that grades one response by calling a user's function with the arguments of its form.
+    """Wrap a user function as a function that grades one response.
 
-    name: the function's name in messages. kwargs: further arguments of every call (`--reward.kwargs`). Raises
-    ValueError if the parameters fit none of the forms or do not include `kwargs`.
+    name: the function's name in messages. kwargs: additional arguments for every call (`--reward.kwargs`). Raises
+    ValueError if the parameters match none of the forms or do not accept `kwargs`.
     """
     parameters = _parameters(function)
     trl = "completions" in parameters and not set(VERL) <= parameters.keys()
     batch = not trl and bool(parameters.keys() & set(BATCH))
     call = _trl(function, name, parameters, kwargs) if trl else _verl(function, name, batch, kwargs)
-    # All gradings share one event loop, because HTTP clients that a user's function keeps work in one loop only.
-    # The runner is created when the function first returns an awaitable.
+    # All calls share one event loop, because HTTP clients kept by a user function work only in the loop that created
+    # them. The runner is created when the function first returns an awaitable.
     runners: list[asyncio.Runner] = []
 
     def grade(item: RewardInput) -> object:
@@ -72,7 +72,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; empty for functions written in C without a signature."""
+    """Return a function's parameters by name, or an empty mapping for C functions without a signature."""
     try:
         return inspect.signature(function).parameters
     except ValueError:
@@ -91,7 +91,7 @@ def _verl(function: Callable[..., Any], name: str, batch: bool, kwargs: dict[str
             f"as TRL's functions do: {e}. Change its parameters; add **kwargs to accept arguments that it does not use"
         ) from e
     except ValueError:
-        pass  # functions written in C may have no signature to check
+        pass  # C functions may not have a signature to check
 
     def call(item: RewardInput) -> Any:
         values = (item.data_source, item.reply, item.ground_truth, item.extra)
@@ -124,7 +124,7 @@ def _trl(
     wanted = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in kinds]
 
     def call(item: RewardInput) -> Any:
-        # If the prompt is a list of chat messages, the completion is one too, as in TRL.
+        # If the prompt is a list of chat messages, so is the completion, as in TRL.
         chat = isinstance(item.prompt, list)
         reply: Any = [{"role": "assistant", "content": item.reply}] if chat else item.reply
         columns = dict.fromkeys(TRUTHS, item.ground_truth) | item.extra | {"data_source": item.data_source}
@@ -143,7 +143,7 @@ def _trl(
 
 
 def _only(value: Any, none: bool) -> object:
-    """Return the only score of a list. none: accept None as the score of a row to which the function does not apply."""
+    """Return the only score in a list. none: accept None, which means that the function does not apply to the row."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)) or len(value) != 1:

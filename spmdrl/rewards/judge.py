@@ -1,9 +1,9 @@
-"""A language model as a judge: `--reward.function judge.yaml` (docs/judge.md).
+"""LLM judges: `--reward.function judge.yaml` (docs/judge.md).
 
-The grader `Judge` asks questions about responses and computes rewards from the verdicts. A case is a set of questions
-that count only if all are answered. Each question is asked `votes` times (a setting in the judge's file), and each
-answer is a vote. An `Asker` sends the questions to the judge model, which runs on a server (judge_server.py) or on the
-run's own engine (judge_engine.py).
+The `Judge` grader asks questions about responses and turns the verdicts into rewards. A case is a set of questions that
+counts only if all of them are answered. Each question is asked `votes` times (set in the judge's file), and each answer
+is one vote. An `Asker` sends the questions to the judge model, which runs on a server (judge_server.py) or on the run's
+own engine (judge_engine.py).
 """
 
 import logging
@@ -18,7 +18,7 @@ from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput
 from spmdrl.rewards.judge_verdict import VALUES, Question, pair_questions, question
 
 Answer = tuple[list[float], ...] | str
-"""The grades of all votes on each question of a case, or the reason why there are none."""
+"""The grades of all votes on each question of a case, or why there are none."""
 log = logging.getLogger("spmdrl")
 
 
@@ -31,23 +31,23 @@ class Case:
     """Key of the response, for messages."""
     questions: tuple[Question, ...]
     grades: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Grades received so far, by (index of the question, index of the vote)."""
+    """Grades received so far, by (question index, vote index)."""
     failed: bool = False
-    """True after a vote failed, so that no further requests are sent for this case."""
+    """True once a vote has failed; no more requests are then sent for this case."""
     why: str = ""
-    """The reason for the latest failed attempt at a vote."""
+    """Why the latest attempt at a vote failed."""
 
 
 @dataclass
 class Counters:
-    """Numbers of requests, verdicts and tokens of a judge so far, which show its cost."""
+    """Cumulative request, verdict and token counts of a judge, for tracking its cost."""
 
     calls: int = 0
-    """Number of requests sent, including repeated ones."""
+    """Number of requests sent, including retries."""
     repeated: int = 0
-    """Number of requests sent because an earlier one failed."""
+    """Number of retries after failed requests."""
     bad_verdicts: int = 0
-    """Number of answers that are not a verdict in the required form."""
+    """Number of answers that could not be parsed as a verdict."""
     cached: int = 0
     """Number of verdicts read from the cache."""
     prompt_tokens: int = 0
@@ -57,38 +57,38 @@ class Counters:
 
 
 class Asker:
-    """Base class of objects that send the questions of cases to a judge. Use each object from one thread only."""
+    """Base class of objects that send questions to a judge. Not thread-safe: use each from a single thread."""
 
     on_engine = False
-    """True if the run's engine answers, which happens only in `drain`."""
+    """True if the run's engine answers the questions, which happens only in `drain`."""
 
     def __init__(self, cfg: JudgeConfig, name: str):
-        """Create an asker. name: name of the judge in messages."""
+        """name: name of the judge in messages."""
         self.cfg, self.name = cfg, name
         self.spent = Counters()
         self._open: dict[Case, None] = {}
         self._done: list[tuple[object, Answer]] = []
 
     def submit(self, key: object, *questions: Question, response: object = None) -> None:
-        """Submit the questions of a case without waiting.
+        """Submit the questions of a case without blocking.
 
-        key: identifies the answer. response: key of the response in messages, if it differs from `key`.
+        key: identifies the answer. response: response key for messages, if different from `key`.
         """
         case = Case(key, key if response is None else response, questions)
         self._open[case] = None
         self._begin(case)
 
     def poll(self) -> list[tuple[object, Answer]]:
-        """Return the answers that arrived since the last call, without waiting. Raises RewardError."""
+        """Return the answers that arrived since the last call, without blocking. Raises RewardError."""
         done, self._done = self._done, []
         return done
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Answer]]:
-        """Wait for all answers, or until `stop()` is true; return the new answers. Raises RewardError."""
+        """Wait for all answers, or until `stop()` returns True, and return the new answers. Raises RewardError."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Cancel all requests. May be called twice."""
+        """Cancel all requests. Can be called repeatedly."""
         raise NotImplementedError
 
     def log_costs(self) -> None:
@@ -96,10 +96,10 @@ class Asker:
         log.info("%s: %s", self.name, ", ".join(f"{name} {n:,}" for name, n in vars(self.spent).items()))
 
     def _begin(self, case: Case) -> None:
-        """Begin to send the questions of a case."""
+        """Start sending the questions of a case."""
 
     def _grades(self, case: Case) -> tuple[list[float], ...] | None:
-        """Return the grades of all votes on each question; None while some are missing."""
+        """Return the grades of all votes on each question, or None while some are missing."""
         votes, found = range(self.cfg.votes), case.grades
         if len(found) < len(case.questions) * self.cfg.votes:
             return None
@@ -115,26 +115,26 @@ class Asker:
 
 @dataclass
 class _Group:
-    """Responses that are judged together: all responses to a prompt if they are compared, else a single one."""
+    """Responses that are judged together: all responses to a prompt in comparisons, otherwise a single one."""
 
     keys: list[object] = field(default_factory=list)
     items: list[RewardInput] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
-    """The two responses of each case, as indices into the group; (0, 0) for a single response."""
+    """The pair of responses in each case, as indices into the group; (0, 0) for a single response."""
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
-    """Answer to each case, by the pair of the case in `pairs`. The answer for two responses covers both orders."""
+    """Answer for each pair in `pairs`. The answer for two responses covers both orders."""
 
 
 class Judge(Grader):
-    """Grader whose judge grades each response, or compares the responses of a group (`compare` in the judge's file).
+    """Grader that has a judge grade each response or compare responses within a group (`compare` in the judge's file).
 
-    Each response of a group is compared with others in both orders, so that a bias of the judge for the first or the
-    second position cancels. The `RewardInput.group` responses of a group are submitted one after another in the order
-    of their samples, so opponents do not depend on which response ended first.
+    Responses are compared in both orders, so that the judge's position bias cancels out. The `RewardInput.group`
+    responses of a group are submitted consecutively in sample order, so opponents do not depend on which response
+    finished first.
     """
 
     def __init__(self, cfg: JudgeConfig, name: str, asker: Asker):
-        """Create the grader. name: name of the judge in messages."""
+        """name: name of the judge in messages."""
         super().__init__(name)
         self.cfg, self.asker = cfg, asker
         self.wants_groups, self.on_engine = cfg.compare > 0, asker.on_engine
@@ -142,7 +142,7 @@ class Judge(Grader):
         self._begun = _Group()
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Submit the next response. Raises RewardError if responses are compared and the group has only one."""
+        """Submit the next response. Raises RewardError if responses are compared but the group has only one."""
         if self.cfg.compare and item.group < 2:
             raise RewardError(
                 f"reward function {self.name} failed on {describe(key)}: a single response cannot be compared; sample "
@@ -200,7 +200,7 @@ class Judge(Grader):
 
 
 def _reward_of(answer: Answer, scale: int) -> Reward:
-    """Return the reward of a sample from the grades of its votes.
+    """Compute a sample's reward from the grades of its votes.
 
     The score is the mean of the grades divided by `scale`, the highest possible grade. Parts: `grade`, the mean;
     `agreement`, 1 minus (highest vote - lowest vote) / scale.
@@ -213,12 +213,13 @@ def _reward_of(answer: Answer, scale: int) -> Reward:
 
 
 def pairs_of(group: int, compare: int) -> list[tuple[int, int]]:
-    """Return the pairs of responses to compare, as indices into the group. All responses have equally many opponents.
+    """Return the pairs of responses to compare, as indices into the group.
 
-    group: number of responses. compare: wanted number of opponents of each response. If it is at least `group` - 1,
-    the result has all pairs. Otherwise the responses form a ring in the order of their samples, and each is compared
-    with its nearest neighbours on both sides. For an odd `compare` it is also compared with the response opposite. In a
-    group of odd size no response is opposite, so each has one opponent fewer, or two neighbours if `compare` is 1.
+    Every response gets the same number of opponents. group: number of responses. compare: requested number of opponents
+    per response. If it is at least `group` - 1, all pairs are returned. Otherwise the responses form a ring in sample
+    order, and each is compared with its nearest neighbours on both sides and, for an odd `compare`, also with the
+    response opposite. In an odd-sized group no response is opposite, so each gets one opponent fewer, or two neighbours
+    if `compare` is 1.
     """
     if compare >= group - 1:
         steps = list(range(1, group // 2 + 1))
@@ -231,12 +232,12 @@ def pairs_of(group: int, compare: int) -> list[tuple[int, int]]:
 
 
 def _reward_of_pairs(i: int, answers: dict[tuple[int, int], Answer]) -> Reward:
-    """Return the reward of response `i` of a group.
+    """Compute the reward of response `i` in a group.
 
-    The value of a comparison is the mean over the votes of both orders, with 1 for a win, 0.5 for a tie, 0 for a loss.
-    The score is the mean over the comparisons that have a verdict in both orders. If there are none, the response is
-    ungraded. Parts: `wins`, the share of comparisons with a value above 0.5; `order_agreement`, 1 minus the mean
-    difference between the two orders; `answered`, the share of comparisons that have a verdict.
+    The value of a comparison is the mean over the votes in both orders, with 1 for a win, 0.5 for a tie and 0 for a
+    loss. The score is the mean over comparisons with a verdict in both orders; if there are none, the response is
+    ungraded. Parts: `wins`, the fraction of comparisons with a value above 0.5; `order_agreement`, 1 minus the mean
+    difference between the two orders; `answered`, the fraction of comparisons that have a verdict.
     """
     got, apart, failed, mine = [], [], "", 0
     for pair, answer in sorted(answers.items(), key=lambda each: each[0]):
@@ -247,7 +248,7 @@ def _reward_of_pairs(i: int, answers: dict[tuple[int, int], Answer]) -> Reward:
             failed = failed or answer
             continue
         first, second = (math.fsum(votes) / len(votes) for votes in answer)
-        # `second` is the grade of the pair's second response, which the judge saw first in the second order.
+        # `second` is the grade of the pair's second response, which the judge saw first in the swapped order.
         values = (first, 1.0 - second) if pair[0] == i else (1.0 - first, second)
         got.append(sum(values) / 2)
         apart.append(abs(values[0] - values[1]))

@@ -1,7 +1,7 @@
-"""Client of a chat-completions server, which raises a different exception for each kind of failure.
+"""Chat-completions client that raises a different exception for each kind of failure.
 
-The API key is sent only in the header of a request. Messages show texts of servers and errors with the key removed, and
-redirections are not followed, because they could send the key to another host.
+The API key is sent only in the request header. It is removed from server responses and errors that are quoted in
+messages, and redirects are not followed, because they could leak the key to another host.
 """
 
 import email.utils
@@ -22,11 +22,11 @@ from spmdrl.rewards.base import RewardError, UngradedError
 
 PATH = "/chat/completions"
 LONGEST_ANSWER = 4 << 20
-"""Maximum size of an answer in bytes."""
+"""Maximum response size in bytes."""
 LONGEST_WAIT = 120.0
-"""Maximum seconds to wait after a `Retry-After` header, which may demand more."""
+"""Maximum number of seconds to wait, even if a `Retry-After` header asks for more."""
 UNKNOWN_FORM = (400, 422)
-"""HTTP status codes of a server that does not support the `response_format`, or rejects the text of a request."""
+"""HTTP status codes of a server that does not support the `response_format` or rejects the request text."""
 _PASSING = {408, 409, 425, 429}
 _FIX = {
     401: "set the API key in the environment variable that the judge's key_env names ({key_env}, which is {is_set})",
@@ -38,25 +38,25 @@ _FIX = {
 
 
 class TryAgainError(Exception):
-    """A temporary failure, after which the request should be repeated."""
+    """Raised for a temporary failure, after which the request should be retried."""
 
     def __init__(self, why: str, after: float | None = None):
-        """Create the error. after: seconds to wait before the next attempt, if the server gave them."""
+        """after: seconds to wait before the next attempt, if the server specified them."""
         super().__init__(why)
         self.after = after
 
 
 class UnknownFormError(Exception):
-    """The server rejected the form of the request with status 400 or 422. The message quotes the server."""
+    """Raised when the server rejects the request format with status 400 or 422. The message quotes the server."""
 
 
 class Client:
-    """Client of a chat-completions server. May be called from several threads."""
+    """Client for a chat-completions server. Thread-safe."""
 
     def __init__(self, url: str, key: str, key_env: str, timeout: float):
-        """Create a client. Raises ValueError for a key that cannot be sent in a header.
+        """Create a client. Raises ValueError if the key cannot be sent in a header.
 
-        timeout: seconds from the start of a request to the last byte of its answer.
+        timeout: seconds from the start of a request to the last byte of the response.
         """
         if not re.fullmatch(r"[!-~]*", key := key.strip()):
             raise ValueError(
@@ -65,7 +65,7 @@ class Client:
         self.key_env, self.timeout = key_env, timeout
         self._key, self._parts = key, urlsplit(url)
         port = f":{self._parts.port}" if self._parts.port else ""
-        self._address = f"{self._parts.scheme}://{self._parts.hostname}{port}"  # without a login or a query
+        self._address = f"{self._parts.scheme}://{self._parts.hostname}{port}"  # without login or query
         path = self._parts.path.rstrip("/")
         self._target = (path if path.endswith(PATH) else path + PATH) + ("?" * bool(self._parts.query))
         self._target += self._parts.query
@@ -75,11 +75,11 @@ class Client:
         self._closed = False
 
     def ask(self, body: dict[str, Any]) -> bytes:
-        """Send a request and return the body of the server's answer.
+        """Send a request and return the response body.
 
-        Raises TryAgainError for a rate limit, a timeout, or a fault of the server or the network. Raises
-        UnknownFormError if the server rejects the form of the request, and UngradedError if the request is too long.
-        Raises RewardError with the setting to change if no request can succeed.
+        Raises TryAgainError for rate limits, timeouts, and server or network errors; UnknownFormError if the server
+        rejects the request format; UngradedError if the request is too long; and RewardError, naming the setting to
+        change, if no request can succeed.
         """
         status, after, answer = self._exchange(json.dumps(body).encode())
         if status == 200:
@@ -98,18 +98,18 @@ class Client:
         raise RewardError(f"the judge at {self._address} answered {status}{text}: {fix}")
 
     def close(self) -> None:
-        """Abort running requests. May be called twice."""
+        """Abort running requests. Can be called repeatedly."""
         with self._lock:
             self._closed = True
             for sock in self._under_way:
                 _cut(sock)
 
     def without_key(self, text: str) -> str:
-        """Return a text in which a mark replaces the API key and anything else that looks like a secret."""
+        """Return the text with the API key, and anything else that looks like a secret, masked."""
         return redact_text(text.replace(self._key, REDACTED) if self._key else text)
 
     def _exchange(self, body: bytes) -> tuple[int, str, bytes]:
-        """Send a request and return the status, `Retry-After` and body of the answer. Raises TryAgainError."""
+        """Send a request and return the response's status, `Retry-After` and body. Raises TryAgainError."""
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "spmdrl"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -119,15 +119,15 @@ class Client:
         clock: threading.Timer | None = None
         try:
             connection.connect()
-            # Keep a reference to the socket: if the server ends the connection after its answer, http.client drops its
-            # own reference before the answer is read.
+            # Keep a reference to the socket: if the server closes the connection after its response, http.client drops
+            # its own reference before the response is read.
             sock = connection.sock
             assert sock is not None, "connected above"
             with self._lock:
                 if self._closed:
                     raise TryAgainError("the judge was closed")
                 self._under_way.add(sock)
-            # A timer is needed because a socket's timeout restarts with every byte that arrives.
+            # A timer is needed because the socket timeout restarts with every byte received.
             clock = threading.Timer(max(0.0, until - time.monotonic()), _cut, [sock])
             clock.daemon = True
             clock.start()
@@ -148,7 +148,7 @@ class Client:
                     self._under_way.discard(sock)
             connection.close()
         if time.monotonic() >= until:
-            # The part of the answer that arrived before the timer cut the connection may look complete.
+            # The part of the response received before the timer cut the connection may look complete.
             raise TryAgainError(late)
         if len(answer) > LONGEST_ANSWER:
             raise TryAgainError(f"the server's answer has more than {LONGEST_ANSWER:,} bytes")
@@ -167,12 +167,12 @@ class Client:
         return connection
 
     def _shown(self, answer: bytes) -> str:
-        """Return the server's answer as one line of text without the key, to be quoted in a message."""
-        # JSON may write a slash as \/, which would hide a key that contains a slash from `without_key`.
+        """Format the server's response as one line without the key, for quoting in messages."""
+        # JSON may escape a slash as \/, which would hide a key that contains a slash from `without_key`.
         text = answer.decode("utf-8", "replace").replace("\\/", "/")
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             text = str(json.loads(text)["error"]["message"])
-        # Remove the key before the text is shortened, so that no part of a key is left.
+        # Remove the key before truncating the text, so that no part of the key is left.
         text = " ".join("".join(c if c.isprintable() else " " for c in self.without_key(text)).split())
         return f" ({text[:300]})" if text else ""
 
@@ -180,12 +180,13 @@ class Client:
 def _cut(sock: socket.socket) -> None:
     """Shut down a connection from which another thread is reading."""
     with suppress(OSError):
-        # Call the method of the plain socket: that of a TLS socket would modify the object that the other thread uses.
+        # Call the plain socket's method, because the TLS socket's would modify an object that the other thread is
+        # using.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def seconds_of(after: str) -> float | None:
-    """Return the seconds of a `Retry-After` header, a number or a date, at most LONGEST_WAIT; None for other text."""
+    """Parse a `Retry-After` header (a number or a date) to seconds, at most LONGEST_WAIT, or None if invalid."""
     if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", after.strip()):
         return min(float(after), LONGEST_WAIT)
     with suppress(ValueError, TypeError):

@@ -1,8 +1,8 @@
-"""A judge on the run's own engine.
+"""A judge that runs on the run's own engine.
 
-All ranks of an engine ask the same questions in the same order and get the same replies. Seeds, and the nonces of
-delimiter lines (judge_verdict.py), are derived from the questions and the step, so that they do not depend on the rank
-or on the order in which questions are asked.
+All ranks of an engine ask the same questions in the same order and get the same replies. Seeds and delimiter nonces
+(judge_verdict.py) are derived from the question and the step, so they depend neither on the rank nor on the order of
+the questions.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ class Ask:
     vote: int
     attempt: int
     digest: str = field(init=False)
-    """Hash of the question and the vote, which is the same on every rank."""
+    """Hash of the question and the vote, identical on all ranks."""
 
     def __post_init__(self) -> None:
         self.digest = self.question.digest(self.vote)
 
     def nonce(self, key: tuple[int, ...]) -> str:
-        """Return the nonce of the delimiter lines. It is a hash of the question, which contains the response, so the
+        """Return the nonce for the delimiter lines: a hash of the question. As the question includes the response, the
         response cannot contain the nonce.
 
-        key: the numbers from which the seeds of the rollout are derived.
+        key: the numbers that the rollout seeds are derived from.
         """
         return hashlib.sha256(f"{key} {self.digest} {self.attempt}".encode()).hexdigest()[:32]
 
@@ -42,25 +42,25 @@ class JudgeReply:
 
     text: str = ""
     why: str = ""
-    """The reason why the reply is not a verdict and its text is not parsed; empty if the text is to be parsed."""
+    """Why the reply is not a verdict and should not be parsed, or empty if it should be parsed."""
     final: bool = False
-    """True if further attempts would fail too."""
+    """True if retrying would fail too."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 Run = Callable[[JudgeConfig, list[Ask], Callable[[], bool] | None], list[JudgeReply] | None]
-"""Function that generates replies with the engine and calls its third argument while it generates. It returns None
-if the rollout was abandoned."""
+"""Function that generates replies with the engine, calling its third argument meanwhile. Returns None if the rollout
+was abandoned."""
 
 
 class EngineAsker(Asker):
-    """Asker whose questions the run's engine answers. The rollout must set `run` before it calls `drain`."""
+    """Asker that uses the run's engine. The rollout must set `run` before it calls `drain`."""
 
     on_engine = True
 
     def __init__(self, cfg: JudgeConfig, name: str):
-        """Create an asker. name: name of the judge in messages."""
+        """name: name of the judge in messages."""
         super().__init__(cfg, name)
         self.run: Run | None = None
         self.quiet = False
@@ -79,7 +79,7 @@ class EngineAsker(Asker):
                 for vote in range(self.cfg.votes)
                 if (i, vote) not in case.grades
             ]
-            # Sort by hash, so that the order does not depend on which response ended first.
+            # Sort by hash, so that the order does not depend on which response finished first.
             asks.sort(key=lambda each: each[0].digest)
             assert self.run
             replies = self.run(self.cfg, [ask for ask, _, _ in asks], stop)

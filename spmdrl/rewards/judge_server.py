@@ -1,7 +1,7 @@
-"""A judge on a server, with a cache folder that stores its answers by a hash of the question.
+"""A judge that runs on a server, with a cache folder that stores its answers by question hash.
 
-Threads send the requests and wait for the answers. Verdicts pass through a queue to the thread that uses the asker, and
-only that thread completes cases. Ranks and jobs may share the cache folder, because its files are written atomically.
+Worker threads send the requests and wait for the answers. Verdicts go through a queue to the caller's thread, which is
+the only one that completes cases. Ranks and jobs can share the cache folder, because its files are written atomically.
 The files contain the judge's raw answers, which are parsed again by the same rules when they are read.
 """
 
@@ -25,17 +25,17 @@ from spmdrl.rewards.judge_client import Client, TryAgainError, UnknownFormError
 from spmdrl.rewards.judge_verdict import FORMATS, BadVerdictError, Question, content_of, tokens_of
 
 FIRST_PAUSE = 1.0
-"""Average seconds before the second attempt; each further pause is twice as long, up to LONGEST_PAUSE."""
+"""Average seconds before the first retry; the pause doubles with each retry, up to LONGEST_PAUSE."""
 LONGEST_PAUSE = 60.0
 LONGEST_FILE = 1 << 20
-"""Maximum number of bytes that are read from a file of the cache."""
+"""Maximum number of bytes to read from a cache file."""
 
 
 class Server(Asker):
-    """Asker that sends questions to a chat-completions server. After a RewardError only `close` may be called."""
+    """Asker that sends questions to a chat-completions server. After a RewardError, only `close` may be called."""
 
     def __init__(self, cfg: JudgeConfig, name: str):
-        """Create an asker. Raises ValueError with the setting's name for an unusable cache or API key."""
+        """Create an asker. Raises ValueError, naming the setting, if the cache or the API key is unusable."""
         super().__init__(cfg, name)
         self._client = Client(cfg.url, os.environ.get(cfg.key_env, ""), cfg.key_env, cfg.timeout)
         self._cache = _Cache(cfg.cache) if cfg.cache else None
@@ -44,8 +44,8 @@ class Server(Asker):
         self._found: queue.SimpleQueue[tuple[Case, int, int, float | Exception]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._ended = threading.Event()
-        self._jitter = random.Random()  # a separate generator, so that pauses do not change other random numbers
-        # The lock protects what the threads share: counters, the index into FORMATS, and the time of the next request.
+        self._jitter = random.Random()  # a separate generator, so that pauses do not affect other random numbers
+        # The lock protects state shared by the threads: counters, the index into FORMATS, and the next request time.
         self._lock = threading.Lock()
         self._form = 0
         self._not_before = 0.0
@@ -62,7 +62,7 @@ class Server(Asker):
         return self.poll()
 
     def close(self) -> None:
-        """Abort all requests and end the threads. May be called twice."""
+        """Abort all requests and stop the threads. Can be called repeatedly."""
         if self._threads:
             self.log_costs()
         self._ended.set()
@@ -74,7 +74,7 @@ class Server(Asker):
     # -- the caller's thread --------------------------------------------------------------------------------------
 
     def _take(self, patience: float) -> None:
-        """Receive verdicts from the threads; wait up to `patience` seconds for the first verdict."""
+        """Receive verdicts from the threads, waiting up to `patience` seconds for the first one."""
         # Report progress to the watchdog while waiting. This cannot hide a hang, because each request has a timeout.
         tick()
         until = time.monotonic() + patience
@@ -91,7 +91,7 @@ class Server(Asker):
             for vote in range(self.cfg.votes):
                 self._work.put((case, i, vote))
                 if len(self._threads) < self.cfg.concurrency:
-                    # Use daemon threads, because a hanging request must not prevent the job from ending.
+                    # Use daemon threads, because a hanging request must not keep the job from exiting.
                     self._threads.append(threading.Thread(target=self._serve, name="judge", daemon=True))
                     self._threads[-1].start()
 
@@ -121,13 +121,13 @@ class Server(Asker):
                 found, case.failed = error, True  # `poll` raises the error
             self._found.put((case, question, vote, found))
             if not isinstance(found, float | UngradedError):
-                # The job will fail, so further requests would only cost money.
+                # The job will fail, so more requests would only cost money.
                 self._ended.set()
 
     def _grade(self, case: Case, question: Question, vote: int) -> float:
-        """Return a grade from the cache, else from the server after up to 1 + `retries` attempts.
+        """Return a grade from the cache, or else from the server in up to 1 + `retries` attempts.
 
-        Raises UngradedError if no attempt gives a grade, and RewardError if no request can succeed or the budget is
+        Raises UngradedError if no attempt yields a grade, and RewardError if no request can succeed or the budget is
         spent.
         """
         place = question.digest(vote) if self._cache else ""
@@ -155,7 +155,7 @@ class Server(Asker):
         raise UngradedError(self._no_verdict(why or "another of its votes failed"))
 
     def _content(self, question: Question, attempt: int) -> str:
-        """Return the text of the judge's answer to a request in the first of FORMATS that the server supports."""
+        """Return the judge's answer text, using the first of FORMATS that the server supports."""
         for form in range(self._form, len(FORMATS)):
             self._wait()
             self._spend(repeated=int(attempt > 0 or form > self._form))
@@ -190,7 +190,7 @@ class Server(Asker):
     def _pause(self, attempt: int, after: float | None) -> None:
         seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * self._jitter.uniform(0.5, 1.5)
         if after is not None:
-            # A rate limit applies to all threads, so none of them may send a request before this time.
+            # A rate limit applies to all threads, so none of them may send a request before then.
             with self._lock:
                 self._not_before = max(self._not_before, time.monotonic() + after)
             seconds = min(seconds, FIRST_PAUSE) + after
@@ -204,10 +204,10 @@ class Server(Asker):
 
 
 class _Cache:
-    """A folder with the judge's stored answers, which several threads may use."""
+    """Cache folder for the judge's answers. Thread-safe."""
 
     def __init__(self, folder: str):
-        """Create the folder if it is missing. Raises ValueError if it cannot be created or written to."""
+        """Create the folder if it does not exist. Raises ValueError if it cannot be created or written to."""
         self._folder = Path(folder).expanduser()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -219,9 +219,9 @@ class _Cache:
             ) from None
 
     def read(self, place: str, parse: Callable[[str], float]) -> float | None:
-        """Return the stored grade of a question; None if there is no readable file with a grade.
+        """Return the cached grade of a question, or None if there is no readable file with a grade.
 
-        place: hash of the question. parse: function that returns the grade in an answer or raises BadVerdictError.
+        place: hash of the question. parse: function that extracts the grade from an answer or raises BadVerdictError.
         """
         with (
             suppress(OSError, UnicodeDecodeError, BadVerdictError),
@@ -231,7 +231,7 @@ class _Cache:
         return None
 
     def write(self, place: str, content: str) -> None:
-        """Write an answer to the cache; ignore errors such as a full disk."""
+        """Write an answer to the cache, ignoring errors such as a full disk."""
         file = self._folder / place[:2] / f"{place}.json"
         with suppress(OSError):
             file.parent.mkdir(exist_ok=True)

@@ -1,10 +1,9 @@
-r"""Rewrites the LaTeX of an answer to a form that the grammar of math-verify parses correctly.
+r"""Rewrites an answer's LaTeX into a form that math-verify's grammar parses correctly.
 
-`spelled` unifies spellings, such as `\mathrm{e}` and e, or `\left(` and (. `named` puts one symbol in place of each
-name that the grammar would misread. The grammar drops primes and transposes (`y'` becomes y, and `2^T` becomes 2). It
-reads names such as `\angle ABC` and `HHT` as products of their letters. It reads `I` as the imaginary unit, `E` as e,
-`\Gamma` as Euler's constant, and `\mathcal{A}` as `\mathbb{A}`. It reads a cross product of vectors as a product of
-numbers.
+`spelled` normalises notation, such as `\mathrm{e}` to e and `\left(` to (. `named` replaces each name that the grammar
+would misread with a single symbol. The grammar drops primes and transposes (`y'` becomes y, and `2^T` becomes 2), and
+parses names such as `\angle ABC` and `HHT` as products of their letters, `I` as the imaginary unit, `E` as e, `\Gamma`
+as Euler's constant, `\mathcal{A}` as `\mathbb{A}`, and a cross product of vectors as a product of numbers.
 """
 
 import re
@@ -52,7 +51,7 @@ _SCIENTIFIC = re.compile(
 )
 """A number such as `1.6e-19`, but not `2e-3`, which means 2 * e - 3."""
 _COUNTED = re.compile(r"(\\(?:text|mathrm|mbox)\s*)\{\s*(-?\d[\d.,]*)(?=[\s~]*[A-Za-z]{2})([^{}\d]*)\}(?![_^])")
-"""A number inside the text command of its unit, as in `\\text{5 apples}`."""
+"""A number inside its unit's text command, as in `\\text{5 apples}`."""
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,;:]|\{,\}|\s)\d{3}){1,30})(?!\d)")
 _REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{(\d{1,20})\}")
 _INDEX = r"_(?:\{[^{}]*\}|[A-Za-z0-9])"
@@ -94,7 +93,7 @@ def _plain_names(text: str) -> str:
         unit = name in _UNIT_LETTERS and m["name"] in ("text", "mathrm") and re.search(r"[\d}/]$", ahead)
         if len(name) == 1 and not unit and inside == name:
             return name
-        words = name.rstrip(" ,;")  # the comma of `red, ` is not a part of the words
+        words = name.rstrip(" ,;")  # the comma in `red, ` is not part of the words
         return rf"\text{{ {words}}}{name[len(words) :].strip()} "
 
     return _LOOKS.sub(named, text)
@@ -108,7 +107,7 @@ def _repeated(m: re.Match) -> str:
 
 
 def spelled(text: str) -> str:
-    """Return an answer in the unified spelling, without LaTeX commands that change only its appearance."""
+    """Return an answer in normalised notation, without LaTeX commands that only affect its appearance."""
     text = CURRENCY.sub("", text.translate(SIGNS).translate(_AS_LATEX))
     for pattern, instead in _SPELLINGS:
         text = pattern.sub(instead, text)
@@ -126,7 +125,7 @@ def _symbol(name: str) -> str:
 
 
 def _crossed(text: str) -> str:
-    r"""Write each cross product of letters as one symbol, and other cross products so that the grammar rejects them.
+    r"""Write each cross product of letters as a single symbol, and make the grammar reject all other cross products.
 
     It recognises vectors by commands such as `\mathbf`, so it must run before `_plain_names` removes these commands.
     """
@@ -137,7 +136,7 @@ def _crossed(text: str) -> str:
 
 
 def named(text: str) -> str:
-    """Return text with names, and letters with primes or transposes, replaced by symbols. Other primes remain."""
+    """Replace names, and letters with primes or transposes, by symbols. Other primes are kept."""
 
     def written(m: re.Match) -> str:
         if m["figure"] or m["points"]:

@@ -1,4 +1,4 @@
-"""Loads the grader of `--reward.function`, and checks rewards against the data, results and other settings."""
+"""Loads the grader for `--reward.function`, and checks rewards against the data, results and other settings."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -24,11 +24,11 @@ DEFAULT_FUNCTION = "compute_score"
 QUICK: dict[str, Callable[[RewardInput], Reward]] = {
     name: load_builtin(name, {}) for name, row in REWARDS.items() if not row.pooled
 }
-"""Built-in rewards that end quickly for every response, so each rank calls them itself, without worker processes."""
+"""Built-in rewards that are always fast, so each rank calls them directly instead of in worker processes."""
 
 
 class Direct(Grader):
-    """Grader that calls a trusted and quick function directly, in `submit`."""
+    """Grader that calls a trusted, fast function directly in `submit`."""
 
     def __init__(self, name: str, function: Callable[[RewardInput], object], finite: bool = True):
         super().__init__(name)
@@ -43,13 +43,13 @@ class Direct(Grader):
 
 
 def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, sources: Iterable[str] = ()) -> Grader:
-    """Return the grader that a run's settings name, ready for use.
+    """Load the grader selected by a run's settings.
 
-    sandbox: settings of the sandbox for rewards that run programs. finite: if False, accept scores that are not finite,
-    for callers that drop such samples. sources: the known values of `data_source` in the data.
+    sandbox: sandbox settings for rewards that run programs. finite: if False, accept non-finite scores, for callers
+    that drop such samples. sources: the known `data_source` values in the data.
 
-    Raises ValueError with the flag for an unknown built-in reward, a missing file or function, a file that cannot be
-    imported, and two rewards with the same name.
+    Raises ValueError, naming the flag, for an unknown built-in reward, a missing file or function, a file that cannot
+    be imported, or duplicate reward names.
     """
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
@@ -68,7 +68,7 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
 
 
 def on_engine(grader: Grader) -> list[Grader]:
-    """Return the graders that use the run's engine, among the terms of a combined grader or the grader itself."""
+    """Return the graders that use the run's engine: terms of a combined grader, or the grader itself."""
     each = [term.grader for term in grader.terms] if isinstance(grader, CombinedReward) else [grader]
     return [one for one in each if one.on_engine]
 
@@ -100,11 +100,11 @@ def _load(
 def check_ungraded(
     ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1, env: str = "", why: str = ""
 ) -> None:
-    """Check that not more samples are left out than `--reward.max-ungraded` allows. Raises RewardError.
+    """Raise RewardError if more samples are dropped than `--reward.max-ungraded` allows.
 
-    ungraded: number of samples without a score. group: number of samples per prompt. Unless the setting is 0 or
-    there is only one prompt, the samples of one prompt may always be left out, so that one unreadable row does not stop
-    a small run. env: value of `--env`; if set, the message also names failures of the environment as a cause. why: the
+    ungraded: number of samples without a score. group: number of samples per prompt; unless the setting is 0 or there
+    is only one prompt, the samples of one prompt may always be dropped, so that a single unreadable row does not stop a
+    small run. env: value of `--env`; if set, the message also names environment failures as a possible cause. why: the
     environment's reason for the first sample, if known.
     """
     one_row = group if cfg.max_ungraded and group < samples else 0
@@ -126,10 +126,10 @@ def check_ungraded(
 
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
-    """Return whether a grading that takes too long scores 0, for any of the rewards.
+    """Return whether any of the rewards scores 0 when grading times out.
 
-    If not, such a grading stops the job or, if the reward has time limits of its own, leaves the sample out. Judges and
-    the rewards in QUICK have no time limit for a grading.
+    Otherwise a timeout stops the job or, if the reward has time limits of its own, drops the sample. Judges and the
+    rewards in QUICK have no grading timeout.
     """
     return any(_scores_timeouts(name, cfg) for name in functions(cfg))
 
@@ -142,9 +142,9 @@ def _scores_timeouts(name: str, cfg: RewardConfig) -> bool:
 
 
 def check_cost(cfg: RewardConfig, cost: str) -> None:
-    """Check that `--safety.cost`, a part of the reward, cannot be 0 just because a grading took too long.
+    """Check that `--safety.cost`, a part of the reward, cannot be 0 merely because grading timed out.
 
-    Raises ValueError if gradings that take too long score 0, because their parts, and so their cost, would be 0.
+    Raises ValueError if timeouts score 0, because the parts, and therefore the cost, would then be 0 too.
     """
     if cost and scores_timeouts(cfg):
         by = " or ".join(functions(cfg))
@@ -173,14 +173,15 @@ def _file_function(spec: str, flag: str) -> str:
 
 
 def check_truths(prompts: PromptSet, reward: RewardConfig) -> None:
-    """Check that the quick built-in rewards of a run, and `math`, can read the truth of every row.
+    """Check that a run's fast built-in rewards, and `math`, can read the ground truth of every row.
 
-    The quick rewards grade a dummy response to each row, because they check the truth first. Raises ValueError with the
-    first row that a reward cannot grade, the reason, and the number of such rows if there are several.
+    Fast rewards validate the ground truth before they look at the response, so scoring a dummy response is enough to
+    validate a row. Raises ValueError with the first row that a reward cannot grade, the reason, and the number of such
+    rows if there are several.
     """
     checks = QUICK | {"math": lambda item: truth_text(item.ground_truth)}
     for name in functions(reward):
-        # The reward of an environment exists only within an episode.
+        # Environment rewards exist only within an episode.
         if name == "environment" or not (score := checks.get(name)):
             continue
         found: list[tuple[int, str]] = []

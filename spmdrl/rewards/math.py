@@ -1,9 +1,9 @@
-r"""The reward `math`, which finds the answer of a response, normalises it and compares it with the truth.
+r"""The reward `math`, which extracts a response's answer, normalises it and compares it with the ground truth.
 
-The answer is in `\boxed{...}`, in the last line `Answer: ...`, or in prose. It is compared as text, as a number, then
-symbolically by math-verify (https://github.com/huggingface/Math-Verify), which can take seconds for `9^{9^{9^9}}`. The
-time limits of math-verify need the alarm signal of a process's main thread, so they are switched off. Instead, this
-reward runs in the pool, whose processes can be killed.
+The answer is in `\boxed{...}`, in the last `Answer: ...` line, or in prose. It is compared as text, then as a number,
+then symbolically with math-verify (https://github.com/huggingface/Math-Verify), which can take seconds for
+`9^{9^{9^9}}`. math-verify's timeouts are disabled because they rely on alarm signals, which only work in the main
+thread. Instead, this reward runs in the pool, whose processes can be killed.
 """
 
 import logging
@@ -33,13 +33,13 @@ _LOOKS = re.compile(r"\\(?:text|math(?!cal|frak|scr)|operatorname|mbox|bold|bm)[
 _WORD = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Z][a-z]{3,}|[A-Z]{4,}|(?i:yes|no|odd|dne|all|any|one|two|six|ten|red))(?![A-Za-z])"
 )
-"""A word, whose case is ignored: it has four letters or more, or is one of the listed words."""
+"""A word whose case is ignored: four letters or more, or one of the listed words."""
 _TAIL = 1000
-"""If no answer is marked, math-verify searches only this many characters at the end of a response."""
+"""Number of characters at the end of a response that math-verify searches if no answer is marked."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}`; None if there is none."""
+    r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}`, or None if there is none."""
     for opened in reversed([*BOX.finditer(text)]):
         end = closing(text, opened.end(), _BARE_BRACES)
         if end is not None:
@@ -48,7 +48,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _extract(solution: str) -> tuple[str, str]:
-    r"""Return the answer in a response and its form: `box` (the last box), `line` (the last answer line) or `prose`."""
+    r"""Extract a response's answer and its form: `box` (the last box), `line` (the last answer line) or `prose`."""
     boxed = last_boxed(solution)
     if boxed is not None:
         return boxed, "box"
@@ -59,7 +59,7 @@ def _extract(solution: str) -> tuple[str, str]:
 
 
 def _plain(opened: str, text: str) -> str:
-    """Return the text of an answer line without Markdown emphasis and LaTeX delimiters around it.
+    """Strip Markdown emphasis and LaTeX delimiters around the text of an answer line.
 
     opened: Markdown characters between the colon and the text, as in `Answer: **540**` and `**Answer:** 540`.
     """
@@ -72,7 +72,7 @@ def _plain(opened: str, text: str) -> str:
 
 
 def _sides(text: str) -> list[str]:
-    """Return the sides of a chain of equations such as `x = 2 * 270 = 540`; any other text, or a list, is one side."""
+    """Split a chain of equations such as `x = 2 * 270 = 540` into its sides; any other text, or a list, is one side."""
     depth, parts = 0, [""]
     for before, char, after in zip(" " + text, text, text[1:] + " ", strict=False):
         depth += (char in "{([") - (char in "])}")
@@ -86,7 +86,7 @@ def _sides(text: str) -> list[str]:
 
 
 def _contradicts(text: str) -> bool:
-    """Return whether two neighbouring sides of a chain of equations differ in value, as in `539 = 540`.
+    """Return whether two adjacent sides of a chain of equations differ in value, as in `539 = 540`.
 
     Only sides without names, units and number bases are compared. A decimal side equals any value that rounds to it.
     """
@@ -105,9 +105,9 @@ def _contradicts(text: str) -> bool:
 
 
 def _simplify(text: str) -> str:
-    r"""Return the text of an answer without spaces, `$`, `\left`, `\text{}` and a final dot, with `\frac` for `\dfrac`.
+    r"""Simplify an answer: drop spaces, `$`, `\left`, `\text{}` and a final dot, and replace `\dfrac` by `\frac`.
 
-    Words become lower case; letters that are variables keep their case.
+    Words are lowercased; letters that are variables keep their case.
     """
     text = text.translate(SIGNS).strip().strip("$").strip()
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", "", text)
@@ -117,13 +117,13 @@ def _simplify(text: str) -> str:
         text = _LOOKS.sub(r"\1", text)
     text = CURRENCY.sub("", text).replace(r"\%", "%").strip()
     text = _WORD.sub(lambda m: m[0].lower(), text)
-    # Keep a space between two digits, because `3 1/2` is not 31/2, unless the space separates thousands.
+    # Keep a space between two digits unless it separates thousands, because `3 1/2` is not 31/2.
     text = re.sub(r"(?<=\d)\s+(?=\d{3}(?!\d))|(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"\s+", " ", text).rstrip(".")
 
 
 def _to_number(text: str) -> Fraction | None:
-    """Return the exact value of a simplified text that is a number, fraction or mixed number, else None."""
+    """Return the exact value of simplified text if it is a number, fraction or mixed number, else None."""
     if (m := _NUMBER.fullmatch(text)) and (m[2] or m[3]):
         return Fraction(m[1] + (m[2] or "0").replace(",", "") + (m[3] or ""))
     if m := _FRACTION.fullmatch(text):
@@ -136,9 +136,9 @@ def _to_number(text: str) -> Fraction | None:
 
 
 def _equal(truth: str, answer: str, form: str) -> bool:
-    """Return whether an answer has the same value as the truth, or the same simplified text.
+    """Return whether an answer has the same value or the same simplified text as the ground truth.
 
-    form: `box`, `line` (the answer may contain some prose) or `prose`.
+    form: `box`, `line` (the answer can contain some prose) or `prose`.
     """
     gold = symbolic.read(truth)
     found = symbolic.read(answer) if form != "prose" else None
@@ -150,9 +150,9 @@ def _equal(truth: str, answer: str, form: str) -> bool:
 
 
 def math_reward(item: RewardInput) -> Reward:
-    r"""Return 1 if the answer equals the truth as text, as a number, or by math-verify. The answer is the last
-    `\boxed{...}`, else the last line `Answer: ...`, else the end of the response. Part `format`: whether the answer is
-    in a box or such a line.
+    r"""Return 1 if the answer equals the ground truth as text, as a number, or according to math-verify. The answer is
+    the last `\boxed{...}`, else the last `Answer: ...` line, else the end of the response. Part `format`: whether the
+    answer is in a box or such a line.
     """
     whole = truth_text(item.ground_truth)
     boxed = last_boxed(whole)
@@ -172,13 +172,13 @@ def math_reward(item: RewardInput) -> Reward:
         return Reward(float(abs(a - b) <= (symbolic.DECIMAL * max(abs(a), abs(b)) if rounded else 0)), parts)
     equal = _equal(raw_truth, raw, form)
     if form != "prose" and not equal and "=" not in truth and len(chain := _sides(raw)) > 1:
-        # Compare the last side of a chain of equations such as `45 \text{ ft} = 540 \text{ in}`.
+        # Compare only the last side of a chain of equations such as `45 \text{ ft} = 540 \text{ in}`.
         equal = _equal(raw_truth, chain[-1], form)
     return Reward(float(equal), parts)
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Return the reward after its slow imports and a first parse, which must not count as time of the first grading."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else each call warns that its time limits are off
+    """Load the reward, including slow imports and a first parse that must not count towards the first grading time."""
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # otherwise each call warns that timeouts are disabled
     _equal(r"\frac{1}{2}", "x+1", "line")
     return math_reward

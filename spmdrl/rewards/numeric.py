@@ -1,9 +1,9 @@
 r"""The reward `numeric`, which compares the last number of a response with the truth within a tolerance.
 
-The last number in the last `\boxed{...}` counts; if there is no box, the last number of the response counts. Numbers
-are written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number are ignored,
-including `%`. The row's `extra_info` may set `tolerance`, which is relative to the truth, and `absolute_tolerance`; the
-larger of both applies.
+The last number in the last `\boxed{...}` counts or, if there is no box, the last number in the response. Numbers can be
+written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number, including `%`, are
+ignored. The row's `extra_info` can set `tolerance` (relative to the ground truth) and `absolute_tolerance`; the larger
+one applies.
 """
 
 import re
@@ -16,9 +16,9 @@ from spmdrl.rewards.text import ADVICE, SIGNS, truth_text
 TOLERANCE = 1e-6
 """Default relative tolerance."""
 TAIL = 1000
-"""Number of characters at the end of a text in which its last number is looked for."""
+"""Number of characters at the end of a text that are searched for the last number."""
 MOST_DIGITS = 9
-"""Maximum number of digits of an exponent; a number with a longer exponent is never right."""
+"""Maximum number of digits in an exponent; a number with a longer exponent is never correct."""
 _PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
     rf"(?P<sign>(?:(?<![\d)}}\w])[-+]\s?)?)(?:"
@@ -29,7 +29,7 @@ _NUMBER = re.compile(
 )
 _SPACED = re.compile(r"\\[,!;: ]|(?<=\d)\{,\}(?=\d)")
 _EXACT = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
-"""Decimal context in which overflows and invalid texts give infinity or NaN, not exceptions."""
+"""Decimal context in which overflows and invalid text yield infinity or NaN instead of exceptions."""
 
 
 def _clean(text: str) -> str:
@@ -42,7 +42,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _value(m: re.Match) -> Decimal:
-    """Return the value of a match of `_NUMBER`, or NaN. The decimal context must be `_EXACT`."""
+    """Return the value of a `_NUMBER` match, or NaN. The current decimal context must be `_EXACT`."""
     if m["over"]:
         value = _decimal(m["over"]) / _decimal(m["under"])
     else:
@@ -56,17 +56,17 @@ def _value(m: re.Match) -> Decimal:
 
 
 def _last_number(solution: str) -> Decimal | None:
-    """Return the last number of a response; NaN if it has no value or too long an exponent, None without a number."""
+    """Return a response's last number, NaN if it has no value or too long an exponent, or None if there is none."""
     box = last_box(solution)
     text = solution if box is None else box
-    if len(text) > TAIL:  # if a number's beginning is cut off, drop the number
+    if len(text) > TAIL:  # drop a number whose start is cut off
         text = re.sub(r"^[\d.,]+", "", text[-TAIL:])
     found = list(_NUMBER.finditer(_clean(text)))
     return _value(found[-1]) if found else None
 
 
 def _truth_of(ground_truth: object) -> Decimal:
-    """Return the number in a truth, which is alone, in a box or after `####`. Raises ValueError if there is none."""
+    """Return the number in a ground truth: on its own, in a box or after `####`. Raises ValueError if there is none."""
     text = truth_text(ground_truth)
     box = last_box(text)
     m = _NUMBER.fullmatch(_clean(text.rpartition("####")[2] if box is None else box).strip(" $").rstrip(" $."))
@@ -85,8 +85,8 @@ def _tolerance(extra: dict, name: str, default: float) -> Decimal:
 
 
 def numeric(item: RewardInput) -> Reward:
-    r"""Return 1 if the last number of the last `\boxed{...}`, or of the response without a box, is within the tolerance
-    of the truth. Part `format`: whether there is a number.
+    r"""Return 1 if the last number in the last `\boxed{...}`, or in the response if there is no box, is within the
+    tolerance of the ground truth. Part `format`: whether there is a number.
     """
     with localcontext(_EXACT):
         truth, given = _truth_of(item.ground_truth), _last_number(item.solution)

@@ -1,8 +1,8 @@
-"""A grader that runs reward functions in processes that can be killed.
+"""A grader that runs reward functions in worker processes that can be killed.
 
 If a reward function hangs or crashes, the run continues or stops with a clear message. Each worker is a plain child
-process that exchanges JSON lines over pipes that never block the caller. The worker measures the time of a grading
-itself, so the result does not depend on how often the caller polls.
+process that exchanges JSON lines over non-blocking pipes. Workers measure the grading time themselves, so results do
+not depend on how often the caller polls.
 """
 
 import json
@@ -17,24 +17,24 @@ from spmdrl.workers import processes
 from spmdrl.workers.processes import Process, Processes
 
 PREFETCH = 8
-"""Maximum number of requests in a worker's queue, which keep it busy until the caller polls again."""
+"""Maximum number of requests queued per worker, to keep it busy until the caller polls again."""
 log = logging.getLogger("spmdrl")
 
 
 @dataclass(eq=False)
 class Worker(Process):
-    """A process that grades responses, and the requests that were sent to it."""
+    """A worker process and the requests sent to it."""
 
     queue: deque[int] = field(default_factory=deque)
-    """Ids of sent requests without an answer so far, in order; the worker may be grading the first."""
+    """Ids of unanswered requests in order of sending; the worker might be grading the first."""
     started: float | None = None
-    """Start time of the running grading (time.monotonic()); None between gradings."""
+    """Start time of the current grading call (time.monotonic()), or None when idle."""
     may_take: float = 0.0
-    """Maximum seconds of the running grading if its reward has time limits of its own, else 0."""
+    """Maximum seconds for the current grading call if its reward has time limits of its own, else 0."""
 
 
 class Pool(Grader):
-    """Grader with `workers` processes, which die with the thread that started them."""
+    """Grader that uses `workers` processes, which die with the thread that started them."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Pool(Grader):
     ):
         """Start the workers and wait until each has loaded the function.
 
-        function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`. finite: if True, a score
-        that is not finite is an error. settings: settings of a built-in reward or further arguments of a function in a
-        file; they must be valid JSON. alone: True if this is the run's only reward. Raises ValueError if a worker
-        cannot load the function.
+        function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`. finite: if True, a
+        non-finite score is an error. settings: JSON-serialisable settings of a built-in reward, or additional arguments
+        for a function in a file. alone: True if this is the run's only reward. Raises ValueError if a worker cannot
+        load the function.
         """
         assert on_timeout in ("error", "zero"), on_timeout
         if workers < 1 or not timeout > 0:
@@ -61,8 +61,8 @@ class Pool(Grader):
         self._timeout, self._on_timeout = timeout, on_timeout
         self._note, self._alone = "", alone
         self._next = 0
-        self._items: dict[int, tuple[object, bytes]] = {}  # all unanswered requests: id -> (key, request line)
-        self._waiting: deque[int] = deque()  # ids of requests that were not sent to a worker so far
+        self._items: dict[int, tuple[object, bytes]] = {}  # unanswered requests: id -> (key, request line)
+        self._waiting: deque[int] = deque()  # ids of requests not sent to a worker yet
         hello = {"function": function, "settings": settings or {}, "finite": finite}
         self._processes = Processes(workers, Worker, "spmdrl.rewards.worker", hello, self)
         try:
@@ -73,7 +73,7 @@ class Pool(Grader):
             raise ValueError(str(e)) from None
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Submit one response. Raises RewardError if its truth or extra columns cannot be written as JSON."""
+        """Submit one response. Raises RewardError if its ground truth or extra columns are not JSON-serialisable."""
         values = [item.data_source, item.solution, item.ground_truth, item.extra, item.prompt, item.prefill]
         try:
             line = (json.dumps({"id": self._next, "item": values}) + "\n").encode()
@@ -88,7 +88,7 @@ class Pool(Grader):
         self._hand_out()
 
     def close(self) -> None:
-        """Stop the workers; kill those that have requests. May be called twice."""
+        """Stop the workers, killing those that have pending requests. Can be called repeatedly."""
         for worker in self._processes.all:
             if worker.queue:
                 worker.kill()
@@ -115,7 +115,7 @@ class Pool(Grader):
     # -- events of workers ------------------------------------------------------------------------------------------
 
     def on_message(self, worker: Worker, message: dict) -> None:
-        """Handle a message from a worker: a note, a failure to load, the start of a grading, or its result."""
+        """Handle a message from a worker: a note, a load failure, the start of a grading call, or its result."""
         if "note" in message:
             if message["note"] and message["note"] != self._note:
                 self._note = message["note"]
@@ -129,14 +129,14 @@ class Pool(Grader):
             request = worker.queue.popleft()
             assert request == message["id"], "a worker must answer in order"
             worker.started = None
-            if message["seconds"] > (worker.may_take or self._timeout):  # the caller polled too late to stop it
+            if message["seconds"] > (worker.may_take or self._timeout):  # the caller polled too late to kill it
                 return self._timed_out(request, worker.may_take)
             if "error" in message:
                 error = RewardError(
                     f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
                     "Fix the function (--reward.function), or the row's truth if the function cannot read it"
                 )
-                error.add_note(message["trace"])  # notes are printed with the traceback, so the message stays one line
+                error.add_note(message["trace"])  # notes follow the traceback, so that the message stays on one line
                 raise error
             key, _ = self._items.pop(request)
             if "ungraded" in message:
@@ -147,13 +147,13 @@ class Pool(Grader):
                 self._answer(key, Reward(message["score"], message["parts"], applies=message["applies"]))
 
     def deadline(self, worker: Worker) -> float:
-        """Return the time (time.monotonic()) by which a worker must end its running grading; infinity if none runs."""
+        """Return the time.monotonic() time by which the worker's current grading call must finish; infinity if idle."""
         return float("inf") if worker.started is None else worker.started + (worker.may_take or self._timeout)
 
     def on_timeout(self, worker: Worker) -> None:
-        """Replace a worker whose grading takes too long, and put its other requests back into the waiting queue.
+        """Replace a worker whose grading call timed out, and requeue its other requests.
 
-        Raises RewardError if the worker did not load in time, or if `on_timeout` of `__init__` is `error`.
+        Raises RewardError if the worker did not load in time, or if `on_timeout` was set to `error`.
         """
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name} did not load within {processes.START_SECONDS:.0f} s")
@@ -163,7 +163,7 @@ class Pool(Grader):
         self._timed_out(request, worker.may_take)
 
     def on_exit(self, worker: Worker, how: str) -> None:
-        """Raise RewardError, because a reward function must not end its process."""
+        """Raise RewardError, because a reward function must not exit its process."""
         if not worker.ready:
             raise RewardError(f"--reward.function {self.name}: its process ended {how} while loading")
         under_way = worker.started is not None
@@ -176,7 +176,7 @@ class Pool(Grader):
     def _timed_out(self, request: int, may_take: float) -> None:
         key = self._items[request][0]
         if may_take:
-            # The time limits of the reward itself should have ended the grading, so the response is not the cause.
+            # The reward's own time limits should have ended the call, so the response is not to blame.
             self._items.pop(request)
             return self._leave_out(key, f"its grading did not end within {may_take:g} s")
         if self._on_timeout == "error":

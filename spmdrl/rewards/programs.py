@@ -1,4 +1,4 @@
-"""Finds the program in a response: a fenced block, the response itself, or the continuation of the prompt's program."""
+"""Extracts the program from a response: a fenced block, the entire response, or a continuation of the prompt."""
 
 import re
 
@@ -7,9 +7,9 @@ _FENCE = re.compile(
     r"(?P<item>(?:(?:[-*+]|\d{1,9}[.)])[ \t]{1,9}){0,9})(?P<mark>`{3,}|~{3,})"
     r"[ \t]*(?P<language>[\w+-]{0,20})"
 )
-"""A line that opens or closes a fenced block, which may be in a list item or a quote."""
+"""A line that opens or closes a fenced block, possibly inside a list item or a quote."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
-"""If a response has no block and defines the function, it is a complete program only if it begins with one of these.
+"""A response without a block that defines the function is a complete program only if it starts with one of these.
 Otherwise it continues the prompt."""
 _PYTHON = ("python", "python3", "py")
 
@@ -17,8 +17,8 @@ _PYTHON = ("python", "python3", "py")
 def program_of(text: str) -> tuple[str, bool]:
     """Return the program in a response and whether it is in a fenced block.
 
-    The program is the last block with the language Python, else the last block without a language. It is the complete
-    text if the text has no block, and empty if all blocks have other languages.
+    The program is the last Python block, else the last block without a language. It is the entire text if there is no
+    block, and empty if all blocks are in other languages.
     """
     blocks = fenced_blocks(text)
     for wanted in (_PYTHON, ("",)):
@@ -29,11 +29,11 @@ def program_of(text: str) -> tuple[str, bool]:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Return language and content of each fenced block; the closing fence of the last block may be missing.
+    """Return the language and content of each fenced block; the last block may lack its closing fence.
 
     As in CommonMark (https://spec.commonmark.org, fenced code blocks), a block opened by tildes is not closed by
-    backticks or by fewer tildes. The indentation of the opening fence is removed from the lines of the block. A block
-    in a quote ends with the quote.
+    backticks or by fewer tildes. The opening fence's indentation is removed from the block's lines. A block in a quote
+    ends with the quote.
     """
     blocks: list[tuple[str, list[str]]] = []
     mark, indent, quotes = "", 0, 0
@@ -57,13 +57,13 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def completed(prompt: str, name: str, text: str) -> str:
-    """Return the program that a prompt begins and a response completes.
+    """Return the program that a prompt starts and a response completes.
 
-    If the response is a complete program (see BEGINNINGS), the prompt's imports and helper functions are put before it.
-    Otherwise the response continues the text of the prompt, and may do so inside a fence. As for HumanEval's
-    completions, the continuation ends at a fence or at the next line without indentation.
+    If the response is a complete program (see BEGINNINGS), the prompt's imports and helper functions are prepended.
+    Otherwise the response continues the prompt's text, possibly inside a fence. As with HumanEval completions, the
+    continuation ends at a fence or at the next unindented line.
 
-    prompt: Python code that ends in the middle of the function. name: name of the function. text: the response.
+    prompt: Python code that stops inside the function. name: name of the function. text: the response.
     """
     source, fenced = program_of(text)
     if defines(source, name) and (fenced or source.lstrip().startswith(BEGINNINGS)):
@@ -80,5 +80,5 @@ def before_function(prompt: str, name: str) -> str:
 
 
 def defines(source: str, name: str) -> bool:
-    """Return whether a program, or the beginning of one, defines the function `name`."""
+    """Return whether a complete or partial program defines the function `name`."""
     return bool(name) and bool(re.search(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", source, re.MULTILINE))

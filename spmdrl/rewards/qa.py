@@ -1,13 +1,13 @@
-"""Rewards that grade the text in the last `<answer>` tags: short answers to questions, and tasks of reasoning-gym,
-whose answers may lack the tags.
+"""Rewards that grade the text in the last `<answer>` tags: short answers, and reasoning-gym tasks, where the tags are
+optional.
 
-Short answers are compared after the normalisation of SQuAD (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250):
+Short answers are compared after SQuAD normalisation (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250):
 lower case, no punctuation, no articles, single spaces. Unlike in SQuAD, a number keeps its minus sign and a leading
-decimal point, and numbers of equal value are equal. A point between digits is removed as in SQuAD and verl, so 4.2
-becomes 42. The form of the response, and the score of 0.25 for many tags, follow Search-R1
+decimal point, and numbers of equal value are equal. A decimal point between digits is removed, as in SQuAD and verl, so
+4.2 becomes 42. The response format, and the score of 0.25 for too many tags, follow Search-R1
 (https://arxiv.org/abs/2503.09516).
 
-Each task of reasoning-gym (https://github.com/open-thought/reasoning-gym) is scored by the scorer of that package.
+Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym) are scored by that package's own scorers.
 """
 
 import re
@@ -25,7 +25,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _MINUS = re.compile(r"(?<![\w)])-(?=\$?\.?\d)")
 _POINT = re.compile(r"(?<!\w)\.(?=\d)")
 _KEPT = "\u2212", "\u00b7"
-"""Replacements of a number's minus and leading point, which would be removed as punctuation."""
+"""Stand-ins for a number's minus sign and leading decimal point, which would otherwise be removed as punctuation."""
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -38,12 +38,12 @@ def _same(answer: str, truth: str) -> bool:
     value = to_decimal(truth)
     if value is not None and to_decimal(answer) == value:
         return True
-    # If a text has only articles and punctuation, its normal form is empty, so compare the text itself.
+    # Text that has only articles and punctuation normalises to nothing, so compare the text itself.
     return (_normal_form(truth) or truth.strip()) == (_normal_form(answer) or answer.strip())
 
 
 def _tagged(text: str) -> str | None:
-    """Return the text in the last pair of tags, with pairs matched from the left; None if there is no pair."""
+    """Return the text in the last pair of tags, matching pairs from the left, or None if there is no pair."""
     answer, start = None, text.find(OPEN)
     while start >= 0:
         end = text.find(CLOSE, start)
@@ -55,7 +55,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _truths_of(ground_truth: object) -> list[str]:
-    """Return all right answers from a text, a list of texts, or (as in Search-R1) a dict with either in `target`."""
+    """Return all correct answers, given as text, a list of texts, or a dict with these in `target` (Search-R1)."""
     found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
     if not isinstance(found, list):
         return [truth_text(found)]
@@ -64,9 +64,9 @@ def _truths_of(ground_truth: object) -> list[str]:
 
 
 def exact_match_qa(item: RewardInput) -> Reward:
-    """Return 1 if the text in the last `<answer>...</answer>` equals one of the truths after the normalisation of
-    SQuAD; 0.25 if it does but there are more than 10 opening or more than 10 closing tags, so that guessing often does
-    not pay. Part `format`: whether there are tags.
+    """Return 1 if the text in the last `<answer>...</answer>` equals one of the correct answers after SQuAD
+    normalisation, or 0.25 if it does but there are more than 10 opening or more than 10 closing tags, so that repeated
+    guessing does not pay off. Part `format`: whether there are tags.
     """
     truths = _truths_of(item.ground_truth)
     answer = _tagged(item.solution)
@@ -78,10 +78,10 @@ def exact_match_qa(item: RewardInput) -> Reward:
 
 
 def reasoning_reward(item: RewardInput) -> Reward:
-    """Return the score that the task's scorer gives to the text in `<answer>` tags, or to the response without tags; 0
-    for an answer that the scorer cannot read. Part `format`: whether there are tags.
+    """Return the task scorer's score for the text in `<answer>` tags, or for the whole response if there are no tags,
+    or 0 for an answer that the scorer cannot read. Part `format`: whether there are tags.
 
-    `extra` has the columns of prompts from `reasoning-gym:<task>`: task, config, entry.
+    `extra` must have the columns of `reasoning-gym:<task>` prompts: task, config, entry.
     """
     if not {"task", "config", "entry"} <= item.extra.keys():
         raise ValueError("the reward reasoning_gym only grades prompts of --data.train reasoning-gym:<task>")

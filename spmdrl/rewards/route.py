@@ -1,7 +1,8 @@
-"""The reward `auto`, which grades each row by the built-in reward for its `data_source`, as verl does.
+"""The reward `auto`, which grades each row with the built-in reward for its `data_source`, as verl does.
 
 The table follows verl's `default_compute_score` (verl/utils/reward_score/__init__.py of
-https://github.com/volcengine/verl), with the reward `math` in place of `prime_math`. It has no reward for Geometry3K.
+https://github.com/volcengine/verl), but uses the reward `math` instead of `prime_math` and has no reward for
+Geometry3K.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,11 @@ ROUTE = {
 }
 """Built-in reward by data_source."""
 PREFIXES = {"aime": "math_dapo", "numina_": "math", "searchR1_": "exact_match_qa"}
-"""Built-in reward by the beginning of a data_source."""
+"""Built-in reward by data_source prefix."""
 
 
 def reward_of(data_source: str) -> str:
-    """Return the name of the reward that grades rows of a source. Raises ValueError for a source without one."""
+    """Return the name of the reward for a data source. Raises ValueError if there is none."""
     if data_source in ROUTE:
         return ROUTE[data_source]
     for prefix, reward in PREFIXES.items():
@@ -47,13 +48,13 @@ class Route:
     """The score and parts of the built-in reward for the row's `data_source`
     (docs/rewards.md#auto-one-run-several-data-sets).
 
-    A reward is loaded at the start if the setting `sources` has a source of it, otherwise when it grades its first row.
+    A reward is loaded at startup if it grades one of the sources in the setting `sources`, otherwise on first use.
     """
 
     def __init__(self, settings: dict[str, Any]):
-        """Load the rewards of the sources in the setting `sources`; other settings are passed to the rewards.
+        """Load the rewards for the sources in the setting `sources`; other settings are passed to the rewards.
 
-        Raises ValueError for a source without a reward, and for a reward that cannot be loaded.
+        Raises ValueError if a source has no reward, or if a reward cannot be loaded.
         """
         self._settings = {name: value for name, value in settings.items() if name != "sources"}
         self._loaded: dict[str, Callable[[RewardInput], object]] = {}
@@ -67,7 +68,7 @@ class Route:
         return "; ".join(filter(None, (getattr(each, "note", "") for each in self._loaded.values())))
 
     def needs(self, item: RewardInput) -> bool:
-        """Return whether the row's reward has to be loaded first; loading does not count as time of the grading."""
+        """Return whether the row's reward must be loaded first; load time does not count as grading time."""
         name = self._name(item)
         return bool(name) and name not in self._loaded
 
@@ -79,7 +80,7 @@ class Route:
         self._loaded[name] = load_builtin(name, self._settings)
 
     def may_take(self, item: RewardInput) -> float:
-        """Return the maximum seconds of a grading if its reward has time limits of its own, else 0."""
+        """Return the maximum grading time in seconds if the row's reward has time limits of its own, else 0."""
         own = getattr(self._loaded.get(self._name(item)), "may_take", None)
         return own(item) if own else 0.0
 
@@ -90,7 +91,7 @@ class Route:
             return ""
 
     def __call__(self, item: RewardInput) -> object:
-        """Grade one response by the reward for its row."""
+        """Grade one response with the reward for its row."""
         if self.needs(item):
             self.load(item)
         return self._loaded[reward_of(item.data_source)](item)

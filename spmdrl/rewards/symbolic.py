@@ -1,11 +1,11 @@
-r"""Parses mathematical answers to expressions and compares them, by math-verify and latex2sympy2-extended.
+r"""Parses mathematical answers into expressions and compares them, with math-verify and latex2sympy2-extended.
 
-An answer is parsed completely or not at all: if a part were ignored, such as the end of `1-\mathrm{e}^{-2}`, different
-answers could become equal. So commands that only change the font of a name are removed first, a unit and a number base
-are parsed separately, and an answer that the grammar rejects after that has no value.
+An answer is parsed completely or not at all: ignoring a part, such as the end of `1-\mathrm{e}^{-2}`, could make
+different answers equal. Font commands are therefore removed from names first, units and number bases are parsed
+separately, and an answer that the grammar still rejects has no value.
 
-math-verify (https://github.com/huggingface/Math-Verify) compares by absolute differences, so that it treats all small
-values as equal. This module also requires that the difference is small relative to the values.
+math-verify (https://github.com/huggingface/Math-Verify) compares absolute differences and so treats all small values as
+equal. This module also requires the difference to be small relative to the values.
 """
 
 import re
@@ -21,10 +21,10 @@ from spmdrl.rewards.units import changes_value, differ, known, money, split_unit
 LONGEST = 2000
 """Maximum length of an answer in characters."""
 EXACT, DECIMAL = 1e-9, 2e-6
-"""Maximum relative difference between equal values: EXACT between exact values, DECIMAL if one is a decimal, which may
-be rounded."""
+"""Maximum relative difference between equal values: EXACT for exact values, DECIMAL if one is a decimal, which might be
+rounded."""
 NOTHING = 1e-25
-"""Maximum absolute value of a number that counts as equal to 0, to allow for rounding errors."""
+"""Maximum absolute value that counts as 0, to allow for rounding errors."""
 _MARKED = re.compile(r"\$[^$\n]{1,2000}\$|\\\([^\n]{1,2000}?\\\)|\\\[[^\n]{1,2000}?\\\]")
 _NUMBERS = re.compile(r"(?<![\w.])\.?\d[\d,.]*")
 _BASED = re.compile(r"\(?(-?[0-9]+)\)?_\s*\{?\s*(?:(\d+)|\\text\{ ?([a-z]+)\})\s*\}?")
@@ -65,18 +65,18 @@ class Value:
     expression: Any
     """SymPy expression."""
     unit: str | None
-    """Normal form of the unit, if the answer has one."""
+    """Normal form of the unit, or None if there is none."""
     base: str | None
-    """Base of the number system, if the answer states one, as in `12_7`."""
+    """Number base, as in `12_7`, or None if not stated."""
     words: frozenset[str]
-    """Words of four letters and more, in lower case; SymPy reads them as products of their letters."""
+    """Words of four or more letters, in lower case; SymPy parses them as products of their letters."""
     per_cent: bool = False
     """True for a percentage, such as 50%, which equals both 50 and 0.5."""
 
 
 @lru_cache(maxsize=1024)  # the samples of a prompt have the same truth and often the same answer
 def read(text: str) -> Value | None:
-    """Return the value of an answer; None if it cannot be parsed completely."""
+    """Parse an answer and return its value, or None if it cannot be parsed completely."""
     if len(text) > LONGEST:
         return None
     currency = money(text)
@@ -102,7 +102,7 @@ def read(text: str) -> Value | None:
 
 
 def _expression(text: str) -> Any:
-    """Return a complete text as a SymPy expression; None if the grammar rejects it."""
+    """Parse an entire text and return it as a SymPy expression, or None if the grammar rejects it."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify.grader import should_treat_as_complex
@@ -112,7 +112,7 @@ def _expression(text: str) -> Any:
         latex = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
         real, cased = not should_treat_as_complex(latex), ConversionConfig(lowercase_symbols=False)
         found = latex2sympy(latex, is_real=real, normalization_config=None, conversion_config=cased)
-    except Exception:  # the grammar and SymPy raise many types of exceptions, including RecursionError
+    except Exception:  # the grammar and SymPy raise many exception types, including RecursionError
         return None
     return found if isinstance(found, Basic | MatrixBase) else None
 
@@ -121,7 +121,7 @@ def _expression(text: str) -> Any:
 def mentioned(text: str, numbers: bool, alone: bool) -> str:
     """Return the answer that prose mentions: the last formula in LaTeX delimiters, else the last number, else "".
 
-    numbers: accept a number without delimiters. alone: return an empty text for several formulas or numbers.
+    numbers: accept a number without delimiters. alone: return "" if there are several formulas or numbers.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import parse
@@ -136,7 +136,7 @@ def mentioned(text: str, numbers: bool, alone: bool) -> str:
     found = parse(text, ways, extraction_mode="first_match", parsing_timeout=0)
     written = found[-1] if found and isinstance(found[-1], str) else ""
     if not marked and re.search(rf"{re.escape(written)}\s?[\\_^]", text):
-        return ""  # it is only a part of a formula without delimiters, such as the 12 of `12_7`
+        return ""  # only part of a formula without delimiters, such as the 12 in `12_7`
     before, _, behind = text.rpartition(written) if written else ("", "", "")
     if changes_value(behind) or _LIMITED.search(before[-80:]):
         return ""  # `5 million` and `half of 5` are not 5
@@ -171,7 +171,7 @@ def _same(a: Any, b: Any) -> bool:
         if isinstance(a, Expr) and isinstance(b, Expr) and a.doit() == b.doit():
             return True
         return bool(verify(a, b, timeout_seconds=None)) or _near(a, b)
-    except Exception:  # SymPy may raise any exception on unusual answers, including RecursionError
+    except Exception:  # SymPy can raise any exception on unusual answers, including RecursionError
         return False
 
 
@@ -180,7 +180,7 @@ def _names(expression: Any, folded: bool = False) -> set[str]:
 
 
 def _near(a: Any, b: Any) -> bool:
-    """Return whether two numbers are equal except for rounding. The result is False if neither is a decimal.
+    """Return whether two numbers are equal up to rounding, or False if neither is a decimal.
 
     Tuples are compared entry by entry.
     """
@@ -197,7 +197,7 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def _allowance(a: Any, b: Any) -> float:
-    """Return the allowed relative difference: DECIMAL if one value is a decimal that may be rounded, else EXACT."""
+    """Return the allowed relative difference: DECIMAL if one value is a (possibly rounded) decimal, else EXACT."""
     from sympy import Float, Integer
 
     if not (a.has(Float) or b.has(Float)):
@@ -208,9 +208,9 @@ def _allowance(a: Any, b: Any) -> float:
 
 
 def _numbers(expression: Any) -> list[complex] | None:
-    """Return the values of an expression's entries, with fixed arbitrary numbers in place of its symbols.
+    """Evaluate an expression's entries, substituting fixed arbitrary numbers for its symbols.
 
-    For an equation `x = ...` these are the values of the right side; for other relations the result is None.
+    For an equation `x = ...`, evaluate the right side; for other relations, return None.
     """
     from sympy import Eq, Float, Interval, MatrixBase, Set, Symbol, Tuple
 
@@ -232,7 +232,7 @@ def _numbers(expression: Any) -> list[complex] | None:
 
 
 def _per_cent(expression: Any) -> Any:
-    """Return an expression with each percentage replaced by its number, such as 50% by 50."""
+    """Replace each percentage in an expression by its number, such as 50% by 50."""
     from sympy import Basic, Integer, Rational, UnevaluatedExpr
 
     if not isinstance(expression, Basic):
@@ -241,8 +241,8 @@ def _per_cent(expression: Any) -> Any:
 
 
 def _apart(a: Any, b: Any) -> bool:
-    """Return whether two expressions with the same symbols certainly differ in value, by evaluating them."""
-    if a.free_symbols != b.free_symbols:  # they may be equal, because SymPy reads words as products of letters
+    """Evaluate two expressions with the same symbols and return whether they certainly differ in value."""
+    if a.free_symbols != b.free_symbols:  # they may be equal, because SymPy parses words as products of letters
         return False
     ways = product([a, _per_cent(a)], [b, _per_cent(b)])
     return all(_apart_as_they_are(x, y) for x, y in ways)

@@ -1,7 +1,7 @@
-"""Rewards that compare a text or a number with the truth, and helper functions of all text rewards.
+"""Rewards that compare text or a number with the ground truth, and helper functions for all text rewards.
 
-These rewards end quickly for every response, so each rank calls them itself. `gsm8k` and `gsm8k_flexible` grade
-the grade-school maths of Cobbe et al. 2021 (https://arxiv.org/abs/2110.14168), whose truths end in `#### n`.
+These rewards are always fast, so each rank calls them directly. `gsm8k` and `gsm8k_flexible` grade the grade-school
+maths problems of Cobbe et al. 2021 (https://arxiv.org/abs/2110.14168), whose reference answers end in `#### n`.
 """
 
 import math
@@ -11,13 +11,13 @@ from decimal import Decimal, InvalidOperation
 from spmdrl.rewards.base import Reward, RewardInput
 
 SIGNS = str.maketrans(dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\ufe63\uff0d", "-"))
-"""Table for `str.translate` that replaces Unicode minus signs and dashes, such as U+2212 and the en dash, by `-`."""
+"""`str.translate` table that replaces Unicode minus signs and dashes, such as U+2212 and the en dash, by `-`."""
 CURRENCY = re.compile(
     r"\\?\$|[\u20ac\u00a3\u00a5\u00a2]|\\(?:euro|pounds|yen|cent|text(?:euro|sterling|yen|cent))(?![A-Za-z])(?:\{\})?"
 )
-"""Signs of currencies: dollar, euro, pound, yen and cent."""
+"""Currency signs: dollar, euro, pound, yen and cent."""
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)")
-"""A decimal number with an optional minus, dollar sign and thousands commas. In `10-3` it matches 10 and 3, not -3."""
+"""A decimal number with optional minus, dollar sign and thousands separators. In `10-3` it matches 10 and 3, not -3."""
 ADVICE = "change --data.answer-column or --reward.function"
 _MARKED = re.compile(rf"####\s*({NUMBER.pattern})")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -25,11 +25,11 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _OPEN_MARK = re.compile(
     r"####[^\n]*$|<answer>(?:(?!</answer>).)*$|```[^`]*$|answer[*_]*\s*(?:is)?\s*:[^\n]*$", re.IGNORECASE | re.DOTALL
 )
-"""A mark that begins an answer at the end of a text and is not closed: `####`, `<answer>`, a fence, `Answer:`."""
+"""An unclosed answer marker at the end of a text: `####`, `<answer>`, a fence, `Answer:`."""
 
 
 def to_decimal(text: str) -> Decimal | None:
-    """Return the value of a number as written in text (`$1,080.50`), or None if the text is not a finite number."""
+    """Parse a number as written in text (`$1,080.50`), or return None if the text is not a finite number."""
     try:
         value = Decimal(re.sub(r"[\s$,]", "", text.translate(SIGNS)))
     except InvalidOperation:
@@ -38,10 +38,10 @@ def to_decimal(text: str) -> Decimal | None:
 
 
 def truth_text(ground_truth: object, may_be_empty: bool = False) -> str:
-    """Return a truth as the text that graders compare. A float such as 3.0 becomes `3`.
+    """Convert a ground truth to the text that graders compare. A float such as 3.0 becomes `3`.
 
-    Raises ValueError for null, NaN, an infinite number, a list or an object. Unless `may_be_empty`, it also raises for
-    an empty text, because an empty response would be right.
+    Raises ValueError for null, NaN, an infinite number, a list or an object and, unless `may_be_empty`, for empty text,
+    because an empty response would then be correct.
     """
     if isinstance(ground_truth, float) and math.isfinite(ground_truth):
         text = format(Decimal(repr(ground_truth)), "f")
@@ -56,10 +56,10 @@ def truth_text(ground_truth: object, may_be_empty: bool = False) -> str:
 
 
 def divided(prefill: str) -> tuple[str, str]:
-    """Split the prefill of a reply (`--data.prefill`) in two, before a mark of an answer that the prefill leaves open.
+    """Split a reply's prefill (`--data.prefill`) before an answer marker that it leaves open.
 
-    Graders search the response for marks. The second part is graded together with the response, so that the mark is
-    complete. The first part is not graded, because it may repeat numbers of the task.
+    Graders search the response for markers, so the second part is graded together with the response to complete the
+    marker. The first part is not graded, because it might repeat numbers from the task.
     """
     fences = [found.start() for found in re.finditer("```", prefill)]
     found = next((m for m in _OPEN_MARK.finditer(prefill) if m.group()[0] != "`" or len(fences) % 2), None)
@@ -71,9 +71,9 @@ def divided(prefill: str) -> tuple[str, str]:
 
 
 def closing(text: str, start: int = 0, braces: re.Pattern = _BRACES) -> int | None:
-    """Return the index of the brace that closes a brace opened before `start`; None if it is not closed.
+    """Return the index of the brace that closes a brace opened before `start`, or None if it is not closed.
 
-    An escaped brace is a character of the answer and does not count as an opening or closing brace.
+    An escaped brace is part of the answer and does not count as an opening or closing brace.
     """
     depth = 1
     for found in braces.finditer(text, start):
@@ -84,15 +84,15 @@ def closing(text: str, start: int = 0, braces: re.Pattern = _BRACES) -> int | No
 
 
 def none(item: RewardInput) -> Reward:
-    """Return 0 for every response. It is for runs in which only a reward model or a teacher scores responses."""
+    """Return 0 for every response, for runs in which only a reward model or a teacher scores responses."""
     return Reward(0.0)
 
 
 def environment(item: RewardInput) -> Reward:
-    """Return the sum of the rewards that the environment of `--env` gave for turns and at the end, with the parts of
-    its final reward (docs/agents.md#rewards).
+    """Return the total of the turn rewards and the final reward from the environment (`--env`), with the parts of the
+    final reward (docs/agents.md#rewards).
 
-    Raises ValueError without an environment.
+    Raises ValueError if there is no environment.
     """
     if item.given is None:
         raise ValueError("there is no reward from an environment: set --env")
@@ -100,14 +100,14 @@ def environment(item: RewardInput) -> Reward:
 
 
 def exact_match(item: RewardInput) -> Reward:
-    """Return 1 if the complete response equals the truth, ignoring whitespace at both ends."""
+    """Return 1 if the whole response equals the ground truth, ignoring leading and trailing whitespace."""
     truth = truth_text(item.ground_truth, may_be_empty=True)
     return Reward(float(item.solution.translate(SIGNS).strip() == truth.translate(SIGNS).strip()))
 
 
 def first_integer(item: RewardInput) -> Reward:
-    """Return 1 if the first number of the response equals the truth, which is an integer. Part `format`: whether there
-    is a number.
+    """Return 1 if the first number in the response equals the integer ground truth. Part `format`: whether there is a
+    number.
     """
     truth = to_decimal(truth_text(item.ground_truth))
     if truth is None or truth != truth.to_integral_value():
@@ -129,16 +129,16 @@ def _gsm8k(item: RewardInput) -> dict[str, float]:
 
 
 def gsm8k(item: RewardInput) -> Reward:
-    """Return 1 if the number after the last `####` equals the truth, which is a number or an answer of GSM8K that ends
-    in `#### n`. Parts: `flexible`, the score of `gsm8k_flexible`; `format`, whether there is a `#### n`.
+    """Return 1 if the number after the last `####` equals the ground truth, which is a number or a GSM8K solution
+    ending in `#### n`. Parts: `flexible`, the score of `gsm8k_flexible`; `format`, whether there is a `#### n`.
     """
     found = _gsm8k(item)
     return Reward(found.pop("strict"), found)
 
 
 def gsm8k_flexible(item: RewardInput) -> Reward:
-    """Return 1 if the last number of the response equals the truth, which has the same forms as for `gsm8k`. Parts:
-    `strict`, the score of `gsm8k`; `format`, whether there is a `#### n`.
+    """Return 1 if the last number in the response equals the ground truth, which has the same forms as for `gsm8k`.
+    Parts: `strict`, the score of `gsm8k`; `format`, whether there is a `#### n`.
     """
     found = _gsm8k(item)
     return Reward(found.pop("flexible"), found)

@@ -1,9 +1,9 @@
-"""Tries a reward on right, empty and wrong answers to the rows of a data set before a run.
+"""Tries a reward on correct, empty and wrong answers to the rows of a data set before a run.
 
-A right answer is the row's truth, written in each of the forms that graders look for. If the reward runs programs or
-the truth consists of tests, the row's solution is a right answer, too; tests themselves are no answer. The form with
-the highest score counts for the row. A reward that does not give this form a higher score than every wrong answer
-trains the wrong behaviour.
+A correct answer is the row's ground truth, written in each of the forms that graders look for. If the reward runs
+programs or the ground truth consists of tests, the row's solution is a correct answer, too, whereas tests themselves
+are not. The best-scoring form counts for the row. A reward that does not score it higher than every wrong answer trains
+the wrong behaviour.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ FORMS = {
 }
 """Templates that write an answer in a form that graders look for."""
 SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "solutions", "code")
-"""Columns of programming tasks that hold a correct program."""
+"""Columns of programming tasks that contain a correct program."""
 GARBAGE = {
     "nothing": "",
     "a space": " ",
@@ -40,56 +40,56 @@ GARBAGE = {
 }
 """Answers that should not be rewarded, by kind."""
 RIVAL = GARBAGE["words"]
-"""The wrong answer with which a right one is compared, if the grader compares answers."""
+"""The wrong answer that a correct one is compared with, if the grader compares answers."""
 OTHER = "another row's"
-"""Beginning of the `Row.kind` of answers that are right for another row."""
+"""Prefix of `Row.kind` for answers that are correct for another row."""
 
 
 @dataclass
 class Row:
-    """Rewards of all tried answers of one kind."""
+    """Rewards for all answers of one kind."""
 
     kind: str
     rewards: dict[int, Reward]
-    """Rewards by the index of the prompt."""
+    """Rewards by prompt index."""
 
     @property
     def by_prompt(self) -> dict[int, float]:
-        """Return the scores of the graded answers by the index of the prompt."""
+        """Return the scores of the graded answers by prompt index."""
         usable = {i: r for i, r in self.rewards.items() if not r.ungraded and r.applies}
         return {i: r.score for i, r in usable.items() if math.isfinite(r.score)}
 
     @property
     def right(self) -> float:
-        """Return the share of the graded answers that count as right; NaN without graded answers."""
+        """Return the fraction of graded answers that count as correct, or NaN if none were graded."""
         scores = self.by_prompt.values()
         return sum(map(is_right, scores)) / len(scores) if scores else math.nan
 
 
 @dataclass
 class Trial:
-    """Rewards of right answers (`gold`) and of wrong and empty ones (`garbage`)."""
+    """Rewards for correct answers (`gold`) and for wrong and empty ones (`garbage`)."""
 
     gold: list[Row]
     garbage: list[Row]
     sources: dict[int, str]
-    """The `data_source` of each prompt by its index."""
+    """The `data_source` of each prompt, by prompt index."""
 
     @property
     def rows(self) -> list[tuple[str, Row]]:
-        """Return the rows of all kinds of answers, each with the word `gold` or `garbage`."""
+        """Return the rows for all kinds of answers, each labelled `gold` or `garbage`."""
         return [("gold", row) for row in self.gold] + [("garbage", row) for row in self.garbage]
 
     def best(self) -> dict[int, float]:
-        """Return the score of the right answer of each prompt in its best form, by the index of the prompt."""
+        """Return the score of each prompt's correct answer in its best form, by prompt index."""
         return _most(self.gold)
 
     def undeserved(self) -> dict[int, float]:
-        """Return the highest score of the answers of `GARBAGE` for each prompt, by the index of the prompt."""
+        """Return the highest score of the `GARBAGE` answers for each prompt, by prompt index."""
         return _most([row for row in self.garbage if not row.kind.startswith(OTHER)])
 
     def best_shares(self) -> dict[str, tuple[int, float]]:
-        """Return source -> (number of prompts with a graded right answer, share of them in which it scores best)."""
+        """Return source -> (number of prompts with a graded correct answer, fraction of them in which it is best)."""
         best, most = self.best(), self.undeserved()
         out = {}
         for source in dict.fromkeys(self.sources.values()):
@@ -108,8 +108,8 @@ def _most(rows: list[Row]) -> dict[int, float]:
 def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) -> Trial:
     """Grade answers of all kinds on the rows; return early if no answer can be graded.
 
-    programs: True if the reward can grade programs. A grader that compares answers receives groups of two: a right
-    answer and RIVAL, or a wrong answer and a right one.
+    programs: True if the reward can grade programs. A grader that compares answers receives groups of two: a correct
+    answer and RIVAL, or a wrong answer and a correct one.
     """
     answers: dict[tuple[str, str], list[tuple[Prompt, str]]] = {}
     for prompt in prompts:
@@ -128,13 +128,13 @@ def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) 
         getattr(out, sort).append(_grade(kind, these, rivals, grader))
         count += len(these)
         if count >= len(prompts) and not any(row.by_prompt for _, row in out.rows):
-            # Stop, because a judge that does not answer would take long for each of the other answers.
+            # Stop, because a judge that does not respond would be just as slow for all other answers.
             break
     return out
 
 
 def _right(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
-    """Yield the form and the text of each right answer of a row. programs: True if the reward can grade programs."""
+    """Yield the form and the text of each correct answer to a row. programs: True if the reward can grade programs."""
     truth = prompt.ground_truth
     try:
         read_tests(truth, prompt.extra)
@@ -148,7 +148,7 @@ def _right(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
             if "```" not in found:
                 yield f"column {column}, in a code block", FORMS["in a code block"].format(found)
     if holds_tests:
-        # The truth consists of tests, which are not an answer.
+        # The ground truth consists of tests, which are not an answer.
         return
     truth = truth.get("target") if isinstance(truth, dict) and "target" in truth else truth
     truth = truth[0] if isinstance(truth, list) and truth else truth
@@ -158,7 +158,7 @@ def _right(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
 
 
 def _first(value: object) -> str:
-    """Return a solution that is given as text, as a list (its first item), or as a list's JSON text, as in APPS."""
+    """Return a solution given as text, as a list (its first item), or as a JSON-encoded list, as in APPS."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
@@ -167,7 +167,7 @@ def _first(value: object) -> str:
 
 
 def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
-    """Return each prompt with another prompt of its source, or with itself if the source has only one."""
+    """Pair each prompt with another prompt from its source, or with itself if the source has only one."""
     by: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by.setdefault(prompt.data_source, []).append(prompt)
@@ -180,7 +180,7 @@ def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
 def _grade(kind: str, answers: list[tuple[Prompt, str]], rivals: list[list[str]], grader: Grader) -> Row:
     """Grade answers of one kind and return their rewards.
 
-    A grader that compares responses gets each answer together with its rival; answers without a rival are skipped.
+    If the grader compares responses, each answer is submitted with its rival; answers without a rival are skipped.
     """
     for (prompt, text), rival in zip(answers, rivals, strict=True):
         if grader.wants_groups and not rival:

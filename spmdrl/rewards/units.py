@@ -1,7 +1,7 @@
 r"""Splits off the unit of an answer, such as `540 \text{ cm}`, `5\,\mathrm{m}/\mathrm{s}^2` or `12 square feet`.
 
-If one answer has no unit, only the numbers are compared. Two answers with different units differ if both units are
-known, as `5\text{ cm}` and `5\text{ km}`, or both unknown, as `5\text{ red}` and `5\text{ blue}`. Units are not
+If one answer has no unit, only the numbers are compared. Answers with different units differ if both units are known,
+such as `5\text{ cm}` and `5\text{ km}`, or both unknown, such as `5\text{ red}` and `5\text{ blue}`. Units are not
 converted.
 """
 
@@ -18,10 +18,10 @@ _NAMES = (
     "|euro eur|sterling gbp|yen jpy|celsius|fahrenheit"
 )
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
-"""Canonical name of a unit by each of its names, in lower case and singular."""
+"""Canonical unit name by each of its names, in lower case and singular."""
 _SPEEDS = re.compile(r"\b(?:(mph)|kph|kmph|kmh)\b")
 _SIGN_OF = {"degree1": "celsius1 fahrenheit1", "prime1": "ft1 min1", "doubleprime1": "in1 s1", "sterling1": "lb1"}
-"""Units that a unit sign can mean, by the sign's normal form: a prime can mean feet or minutes."""
+"""Units that a sign can stand for, by the sign's normal form; a prime, for example, can mean feet or minutes."""
 _CHANGING = re.compile(
     r"^[^A-Za-z]*(?:squared|cubed|factorial|root)(?![A-Za-z])"
     r"|(?<![A-Za-z\\])(?:hundred|thousand|million|billion|trillion|dozen|below|above"
@@ -43,7 +43,7 @@ _DEGREES = re.compile(
 _PRIMES = re.compile(r"(-?[\d.,]+)\s*(?:\^\s*)?\{?\s*(?:('')|'|(\\prime\s*\\prime)|\\prime)\s*\}?\s*")
 _NO_OPERATOR = re.compile(r"[\w})\]!'%]\s*(?:\\[,;:! ]\s*)*$")
 _LISTED = re.compile(r"\s*[,;]\s+(?![^()\[\]]*[)\]])")
-"""A comma or semicolon between the entries of a list, outside of brackets."""
+"""A comma or semicolon between list entries, outside brackets."""
 _LONE = frozenset("mgshL")
 _SIGNS = {"\u00b0": "degree", "\u00b0c": "celsius", "\u00b0f": "fahrenheit", "c": "celsius", "f": "fahrenheit"}
 _MONEY = {
@@ -63,9 +63,9 @@ def changes_value(words: str) -> bool:
 
 
 def money(text: str) -> str | None:
-    """Return the normal form of the currencies whose signs are in an answer; None if there are none.
+    """Return the normal form of the currencies whose signs appear in an answer, or None if there are none.
 
-    Dollar signs without a backslash count only if their number is odd, because pairs are LaTeX delimiters.
+    Unescaped dollar signs count only if there is an odd number of them, because pairs are LaTeX delimiters.
     """
     marks = len(re.findall(r"(?<!\\)\$", text)) % 2 == 0
     signs = {
@@ -79,7 +79,7 @@ def money(text: str) -> str | None:
 def differ(a: str | None, b: str | None) -> bool:
     """Return whether two units from `split_unit` differ and are both known or both unknown.
 
-    A sign does not differ from a unit that it can mean (`_SIGN_OF`).
+    A sign does not differ from a unit that it can stand for (`_SIGN_OF`).
     """
     if a is None or b is None or a == b or a in _SIGN_OF.get(b, "").split() or b in _SIGN_OF.get(a, "").split():
         return False
@@ -87,14 +87,14 @@ def differ(a: str | None, b: str | None) -> bool:
 
 
 def known(unit: str | None) -> bool:
-    """Return whether a unit from `split_unit` consists of units of `_UNITS`; False if there is no unit."""
+    """Return whether a unit from `split_unit` consists of units in `_UNITS`, or False if there is no unit."""
     return unit is not None and not unit.startswith("?")
 
 
 def unit_of(words: str, listed: bool = True) -> str | None:
     """Return the normal form of a unit such as `square meters`, `m^2` or `miles per hour`.
 
-    The result is None if a word is not a known unit. listed: if False, unknown words are accepted as units.
+    Returns None if a word is not a known unit. listed: if False, accept unknown words as units.
     """
     words = _SPEEDS.sub(lambda m: "mi/h" if m[1] else "km/h", words.lower().replace("~", " "))
     parts: dict[str, int] = {}
@@ -124,13 +124,13 @@ def unit_of(words: str, listed: bool = True) -> str | None:
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""Return an answer without the unit at its end, and the normal form of the unit.
+    r"""Split a trailing unit off an answer; return the rest and the unit's normal form.
 
-    The normal form begins with `?` for an unknown unit and is None without one. Words in `\text{...}` at the end are a
-    unit, unless they change the value (`5\text{ million}`). The same holds for plain words of four letters and more
+    The normal form starts with `?` for an unknown unit and is None if there is no unit. Trailing words in `\text{...}`
+    are a unit unless they change the value (`5\text{ million}`). The same holds for plain words of four or more letters
     after a number and a space. Shorter plain words are variables, as in `2ab`, unless they are a known unit. Single
-    letters are variables, except m, g, s, h and L after a space. In a list, as in `5\text{ red}, 4\text{ blue}`, words
-    are a unit only if all entries have the same words or if only the last entry has words.
+    letters are variables, except m, g, s, h and L after a space. In a list such as `5\text{ red}, 4\text{ blue}`, words
+    are a unit only if all entries have the same words or only the last entry has words.
     """
     entries = _LISTED.split(text)
     found = [_split(entry) for entry in entries]
@@ -143,7 +143,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Return an entry of a list without its unit, and the words of the unit."""
+    """Split a list entry into the part before its unit and the words of the unit."""
     if m := _DEGREES.search(text):
         degree = (m[1] or m[2] or "").lower()
         return text[: m.start()], f"degree {_SIGNS.get(degree, degree)}"

@@ -3,20 +3,21 @@
 It reads from stdin:
      {"function": f, "settings": {...}, "finite": b}
                                            first line: function to load (`builtin:math`, or `/path/file.py:name`),
-                                           settings of a built-in reward or further arguments of a user's function,
+                                           settings of a built-in reward or additional arguments for a user function,
                                            whether scores must be finite
      {"id": n, "item": [data_source, solution, ground_truth, extra, prompt, prefill]}     a request
 It writes to stdout:
      {"note": text} and {"ready": true}, or {"failed": text}     after loading; the note is for the log
-     {"loading": b}                        true before and false after a reward is loaded for a grading; this time does
-                                           not count as time of the grading
-     {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), the same in all processes; s is the
-                                           maximum seconds if the reward has time limits of its own, else 0
+     {"loading": b}                        true before and false after loading a reward for a grading call; load
+                                           time does not count as grading time
+     {"id": n, "start": t, "may_take": s}  before a grading call; t is time.monotonic(), the same in all processes;
+                                           s is the maximum seconds if the reward has time limits of its own,
+                                           else 0
      {"id": n, "seconds": s, "score": x, "parts": {...}, "applies": b}     a result
      {"id": n, "seconds": s, "error": text, "trace": text}                 the function raised an exception
      {"id": n, "seconds": s, "ungraded": text}     the response cannot be graded (UngradedError)
 
-It imports only light modules, so that a killed process is replaced quickly.
+It imports only lightweight modules, so that a killed process can be replaced quickly.
 """
 
 import json
@@ -86,7 +87,7 @@ def main() -> None:
         send({"id": message["id"], "start": start, "may_take": own})
         answer = _grade(function, message["item"], finite)
         send({"id": message["id"], "seconds": time.monotonic() - start, **answer})
-        sys.stdout.flush()  # keeps the prints of user code in order with other lines of the log
+        sys.stdout.flush()  # keeps output printed by user code in order with other log lines
 
 
 if __name__ == "__main__":
