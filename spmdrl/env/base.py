@@ -52,7 +52,7 @@ class Call:
 
     name: str
     arguments: dict[str, Any] | None
-    """JSON values by name; None if the call is malformed."""
+    """JSON values by argument name, or None if the call is malformed."""
     id: str = ""
     error: str = ""
     """Error message for the model if the call is malformed; empty for a valid call."""
@@ -93,7 +93,7 @@ class Reply:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """The tools as OpenAI function schemas, in a reply to `open`."""
     state_key: str = ""
-    """Digest of `state_key()` after this turn or after the reset; empty if the environment has no `state_key`."""
+    """Digest of `state_key()` after this turn or the reset. Empty if the environment does not define `state_key`."""
     failure: str = ""
     """If the environment itself failed, the reason, for the log; the episode is dropped. Empty otherwise."""
     counts: dict[str, float] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class PoolSettings:
     on_timeout: str = "tell"
     """What happens when a call times out: `tell` reports it to the model in a message; `end` also ends the episode."""
     memory_mb: int = 0
-    """Maximum memory of a worker process in MiB; 0 for no limit."""
+    """Maximum memory of a worker process in MiB, or 0 for no limit."""
     python: str = ""
     """Python interpreter of the worker processes, which needs PyYAML and the environments' packages. If it is empty,
     the interpreter of this process is used."""

@@ -119,7 +119,7 @@ def mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def deepseek(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read calls after `<｜tool▁calls▁begin｜>`: type, name and a block of JSON (V3, R1), or name and JSON (V3.1).
+    """Read calls after `<｜tool▁calls▁begin｜>`: type, name and a JSON block (V3, R1), or name and JSON (V3.1).
 
     DeepSeek V3 and R1, and V3.1: https://huggingface.co/deepseek-ai/DeepSeek-V3-0324, https://huggingface.co/deepseek-ai/DeepSeek-V3.1
     """
@@ -145,14 +145,14 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
     """Read calls `{"name": ..., "parameters": {...}}`, separated by `;`, and calls after `<|python_tag|>`.
 
     Llama 3.1 to 3.3: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1. The tag is followed by JSON, a
-    call of a built-in tool (`NAME.call(query="...")`), or a program for the tool `python`.
+    call to a built-in tool (`NAME.call(query="...")`), or a program for the tool `python`.
     """
     tag = "<|python_tag|>"
     before, tagged, rest = text.partition(tag)
     if tagged and not rest.lstrip().startswith("{"):
         return before, [_python_tag(rest.strip())]
     text = before + rest
-    # A text with the tag, or one that begins like a call, must contain a call. If no call can be read, it is malformed.
+    # Text with the tag, or text that starts like a call, must contain a call. If none can be read, it is malformed.
     meant = len(before) if tagged else 0 if re.match(r'\s*\{\s*"name"\s*:', text) else -1
     kept: list[str] = []
     calls: list[Call] = []
@@ -225,7 +225,7 @@ def analysis(text: str) -> str:
 
 
 def _messages(text: str) -> list[tuple[str, str]]:
-    """Return (header, body) for each message of a harmony answer. The first `<|start|>assistant` is in the prompt."""
+    """Return (header, body) for each message in a harmony answer. The first `<|start|>assistant` is in the prompt."""
     out = []
     for message in text.split("<|start|>"):
         header, found, body = message.partition("<|message|>")

@@ -43,7 +43,7 @@ def _skip_space(text: str, at: int) -> int:
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at position `at`, and the position after it.
+    """Return the JSON value that starts at position `at`, and the position after it.
 
     Lone surrogates in strings become `?`. Raises MalformedError if there is no valid JSON.
     """
@@ -62,7 +62,7 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def arguments_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
-    """Return a call's arguments, which begin at position `at` as a JSON object or as a JSON string that contains one.
+    """Return a call's arguments, which start at position `at` as a JSON object or as a JSON string that contains one.
 
     Also return the position after them. Raises MalformedError if there is neither. name: the called tool.
     """
@@ -188,7 +188,7 @@ def typed(value: str, function: str, key: str, tools: Tools) -> Any:
 
 
 def _kinds(function: str, key: str, tools: Tools) -> set[str]:
-    """Return the JSON types that an argument may have; empty if there are no schemas or its schema names no type.
+    """Return the JSON types that an argument can have; empty if there are no schemas or its schema names no type.
 
     If there are schemas but none of them has the argument, its type is string.
     """

@@ -66,7 +66,7 @@ def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
 
 
 def as_message(turn: AssistantTurn) -> dict[str, Any]:
-    """Return a turn as a message in OpenAI's form, for chat templates.
+    """Return a turn as a message in OpenAI's format, for chat templates.
 
     Arguments are objects, not JSON text. A malformed call appears in the message without arguments, because the message
     that answers it must follow a call. Tool calls parsed from code blocks are omitted, since `content` already contains

@@ -53,7 +53,7 @@ class EnvInstance:
     def __init__(
         self, environment: Any, row: dict[str, Any], settings: PoolSettings, limits: Limits, begins: Callable[..., None]
     ):
-        """Wrap a row's environment. begins: called when a function starts (`Limits.run`); each request replaces it."""
+        """Wrap a row's environment. begins: called when a function starts (see `Limits.run`); set by each request."""
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)
@@ -274,7 +274,7 @@ class EnvInstance:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
 
     async def _key(self) -> str:
-        """Return the digest of `state_key()`; empty if the environment has no `state_key`."""
+        """Return the digest of `state_key()`, or "" if the environment does not define it."""
         if not hasattr(self._environment, "state_key"):
             return ""
         value = await self._own("state_key", self._environment.state_key)
@@ -289,7 +289,7 @@ class EnvInstance:
             return {}
         try:
             state = await self._limits.run("state", self._seconds, self.begins, self._environment.state)
-            # The reply gets a copy, because threads of the environment may change the state before the reply is sent.
+            # The reply gets a copy, because the environment's threads may change the state before the reply is sent.
             return {"state": json.loads(json.dumps(state, allow_nan=False))}
         except LateError as e:
             return {"unsaved": f"state {e}"}

@@ -250,7 +250,7 @@ def on_loop(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
 
 
 def _end() -> None:
-    """Close all connections when this process exits, and wait up to 8 seconds until the servers have ended."""
+    """Close all connections when this process exits, and wait up to 8 seconds for the servers to exit."""
 
     async def leave() -> None:
         entered = list(_entered)

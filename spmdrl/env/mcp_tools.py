@@ -61,7 +61,7 @@ class Mcp:
             env: environment variables for the server's process, in addition to PATH, HOME and a few others. A value
                 `$NAME` is replaced by this process's variable NAME, so that settings files need no secrets.
             headers: headers for each HTTP request. A value `$NAME` is replaced as in `env`.
-            only: names of the tools to offer; empty offers all.
+            only: names of the tools to offer; if empty, all are offered.
             shared: True to share one connection between all episodes of this process. Use it only if the server keeps
                 no per-conversation state.
             timeout: time limit per call, in seconds.

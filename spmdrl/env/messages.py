@@ -14,7 +14,7 @@ TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
 class FailedError(Exception):
-    """The environment failed, not the model. The text continues a sentence that begins with the environment's name."""
+    """The environment failed, not the model. The text continues a sentence that starts with the environment's name."""
 
 
 def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:

@@ -58,7 +58,7 @@ class Pool:
         """Make an environment once, as a check; return a description of it for the log.
 
         Raises:
-            ValueError: no environment has this name, or it cannot be made with these settings.
+            ValueError: no environment has this name, or it cannot be created with these settings.
         """
         key = object()
         record = self._records[key] = Record(key, self._next, Opening(name, {}, 0, settings or {}))
@@ -73,7 +73,7 @@ class Pool:
     def open(self, key: Hashable, opening: Opening, replayed: Sequence[AssistantTurn] = (), state: Any = None) -> None:
         """Reset an environment, then restore it to `state`, or replay the turns in `replayed` if `state` is None.
 
-        key: identifies the environment in all further calls and in messages, such as (prompt, sample).
+        key: identifies the environment in all later calls and in messages, such as (prompt, sample).
         """
         assert key not in self._records, f"{key} is open"
         turns = list(replayed) if state is None else []

@@ -75,9 +75,9 @@ class Record:
     number: int
     opening: Opening
     worker: Host | None = None
-    """The process in which the environment is open; None if it must be opened with the next request."""
+    """The process in which the environment is open, or None if the next request must open it."""
     state: Any = None
-    """The last state that the environment saved, a JSON value; None if it saved none."""
+    """The last state that the environment saved, a JSON value, or None if it has not saved any."""
     turns: list[AssistantTurn] = field(default_factory=list)
     """The turns after `state` was saved, or after the reset if `state` is None."""
     digests: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Record:
     """Number of times that the process died during the current request."""
 
     request: int = -1
-    """Number of the current request; -1 if there is none."""
+    """Number of the current request, or -1 if there is none."""
     do: str = ""
     turn: AssistantTurn | None = None
     """The turn of the current request."""
@@ -101,12 +101,12 @@ class Record:
 
     @property
     def end(self) -> float:
-        """Return the last deadline of the calls in `begun` (time.monotonic()); infinity if there are none."""
+        """Return the latest deadline of the calls in `begun` (time.monotonic()), or infinity if there are none."""
         return max((end for _, end, _ in self.begun), default=float("inf"))
 
     def note_call(self, message: dict[str, Any]) -> None:
         """Add a call to `begun`, from the message with which a process announced it."""
-        # Functions that are not tools have ended by the time a tool is called.
+        # Functions that are not tools have returned by the time a tool is called.
         if message["alone"] or (self.begun and self.begun[-1][2] < 0):
             self.begun.clear()
         self.begun.append((message["begins"], message["end"], message["call"]))

@@ -185,10 +185,10 @@ def _play(
 
 
 def parse_line(line: str, names: set[str]) -> tuple[str, list[Call]]:
-    """Return the text and the calls of a line that the user typed. names: names of the tools.
+    """Return the text and the calls in a line that the user typed. names: the tools' names.
 
     Raises:
-        ValueError: the line begins like a call but is not a valid call.
+        ValueError: the line starts like a call but is not a valid call.
     """
     text = line.strip()
     if text.startswith(("{", "[{")):

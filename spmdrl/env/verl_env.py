@@ -32,7 +32,7 @@ OLD_NAME = "gsm8k"
 _OPEN: dict[str, asyncio.Event] = {}
 """An event for each episode open in this process, by episode id; it is set when the episode is closed."""
 _UNNAMED = itertools.count()
-"""Numbers that replace the names of episodes without a name."""
+"""Numbers that stand in for the names of unnamed episodes."""
 
 
 @dataclass

@@ -170,7 +170,7 @@ def _kind(target: type) -> str:
 
 
 def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
-    """Make a tool or an interaction as in verl, from its config and its schema or name, and add it to `parts`.
+    """Create a tool or an interaction as in verl, from its config and its schema or name, and add it to `parts`.
 
     key: the list in the file, `tools` or `interaction`. entry: an item of that list. where: its location, for error
     messages.

@@ -177,7 +177,7 @@ class Worker:
         return await instance.score() if message["do"] == "score" else reply
 
     async def _make(self, opening: dict[str, Any], begins: Callable[[str, float], None]) -> tuple[Form, Any]:
-        """Load and make the environment for an opening. Return its form and the environment."""
+        """Load and create the environment for an opening. Return its form and the environment."""
         name = opening["name"]
         try:
             if name not in self._forms:

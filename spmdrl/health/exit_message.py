@@ -107,7 +107,7 @@ def failure_line(error: BaseException) -> str:
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
         # C++ errors start with a source location and end with stack frames; both are removed.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
-    # The message may have several lines; they are joined by bars, so that the last line is a single line.
+    # The message may have several lines, which are joined with bars into a single line.
     text = " | ".join(line.strip() for line in text.splitlines() if line.strip())[:LONGEST]
     what = advice(error)
     return last_line(f"failed in phase {rank_status.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")

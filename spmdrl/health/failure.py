@@ -151,7 +151,7 @@ def _request_to_leave(number: int, heartbeat: Heartbeat) -> None:
 
 
 def _grace_over(before_exit: Callable[[], None]) -> None:
-    """End this rank in the middle of a step, because the grace period is over."""
+    """Terminate this rank in the middle of a step, because the grace period is over."""
     request = preemption.request
     if exiting.is_set() or request is None:
         return
@@ -178,7 +178,7 @@ def exit_reason() -> str:
 
 
 def write_preempted(request: Request | None, step: int) -> None:
-    """Write RUN/PREEMPTED: the run ended on request after `step`. The next start removes the file."""
+    """Write RUN/PREEMPTED: the run ended on request after `step`. The next launch removes the file."""
     assert rank_status.folder is not None
     request = request or Request("a signal", -1, time.time(), 0.0)
     path = rank_status.folder / "PREEMPTED"
@@ -187,7 +187,7 @@ def write_preempted(request: Request | None, step: int) -> None:
 
 
 def _stuck(idle: float, before_exit: Callable[[], None]) -> None:
-    """End this rank from a thread, because the main thread made no progress for longer than `--run.timeout`."""
+    """Terminate this rank from a thread, because the main thread made no progress for longer than `--run.timeout`."""
     if exiting.is_set():
         return
     waiting = briefly(heartbeats[0].missing, "") if heartbeats and heartbeats[0].size > 1 else ""
@@ -210,7 +210,7 @@ def watch(
     saved: Callable[[], int],
     before_exit: Callable[[], None] = lambda: None,
 ) -> Heartbeat:
-    """Start this rank's heartbeat, which also ends the rank if its main thread makes no progress in a step.
+    """Start this rank's heartbeat, which also terminates the rank if its main thread makes no progress during a step.
 
     store: shared by all ranks. timeout, grace: the `--run` settings, in seconds. folder: the run folder. saved: returns
     the step of the newest checkpoint, or 0 if there is none. before_exit: as in `named_exit`.

@@ -49,7 +49,7 @@ def collectives_of(group: dist.ProcessGroup) -> int:
 
 
 def _entries(frames: bool) -> list[dict]:
-    """Return the entries of torch's recorder, oldest first, read from a pickle that this process just made."""
+    """Return the entries of torch's flight recorder, oldest first, from a pickle that this process just created."""
     dump = torch._C._distributed_c10d._dump_fr_trace(True, frames, False)  # type: ignore[attr-defined]
     return _Plain(io.BytesIO(dump)).load().get("entries", [])
 

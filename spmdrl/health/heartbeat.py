@@ -42,7 +42,7 @@ reported first."""
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a process; a later process with the same PID has another start time."""
+    """Identifies a process; a later process with the same PID has a different start time."""
 
     machine: str
     pid: int
@@ -69,7 +69,7 @@ def identity() -> Identity:
 
 
 def state_of(process: Identity) -> str:
-    """Return a process's state as in /proc, such as `R`, `S` or `T` (stopped); empty if it has ended."""
+    """Return a process's state as in /proc, such as `R`, `S` or `T` (stopped), or "" if it has exited."""
     stat = _stat(process.pid)
     return stat[0] if stat and stat[19] == process.started and stat[0] not in "ZX" else ""
 

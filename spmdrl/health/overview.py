@@ -67,13 +67,13 @@ class Overview:
         self.reader: bool | None = None
 
     def beats(self) -> dict[int, dict]:
-        """Return rank -> last beat for all ranks if this rank is one of the first READERS, else an empty dict."""
+        """Return rank -> last beat for all ranks if this rank is one of the first READERS to ask, otherwise {}."""
         if self.reader is None:
             self.reader = self.store.add("readers", 1) <= READERS
         return self.read() if self.reader else {}
 
     def places(self) -> list[Place]:
-        """Return the ranks grouped by place, from beats or a reader's summary; empty if neither is available."""
+        """Return the ranks grouped by place, from beats or a reader's summary, or [] if neither is available."""
         if found := self.beats():
             groups = grouped(found, self.age)
             newest = max(beat["count"] for beat in found.values())

@@ -29,9 +29,9 @@ class RankStatus:
     """What this rank is doing (phase, step, progress), and its run folder."""
 
     phase: Callable[[], str] = lambda: ""
-    """Function that returns the phase in progress; empty between phases."""
+    """Function that returns the current phase, or "" between phases."""
     step: int = 0
-    """The step in progress, counted from 1; 0 before the first step."""
+    """The current step, starting at 1; 0 before the first step."""
     keeps_partial: bool = False
     """True if a request to leave is accepted before the first step: an evaluation reports its measurements so far."""
     done: int = 0
@@ -49,7 +49,7 @@ class RankStatus:
 
     @property
     def name(self) -> str:
-        """The phase in progress; `step` between phases, and `start` before the first step."""
+        """The current phase, or `step` between phases, or `start` before the first step."""
         return self.phase() or ("step" if self.step else "start")
 
 
@@ -84,7 +84,7 @@ def is_informative(path: str) -> bool:
 
 
 def place() -> str:
-    """Return the main thread's innermost `is_informative` frame as file:line; `?` if there is none."""
+    """Return the main thread's innermost `is_informative` frame as file:line, or `?` if there is none."""
     for frame in _frames():
         if is_informative(frame.f_code.co_filename):
             return short(frame.f_code.co_filename, frame.f_lineno)

@@ -21,7 +21,7 @@ AllReduce = Callable[[torch.Tensor, str], object]
 class Metrics:
     """Weighted means, sums and maxima of named numbers.
 
-    Every rank must add the same names between two calls of `reduce`; a rank without a value adds one with weight 0 (or
+    Every rank must add the same names between two calls to `reduce`; a rank without a value adds one with weight 0 (or
     0 to a sum, -inf to a maximum). Values are floats or 0-d tensors; tensors are read only in `reduce` and `dump`, so
     adding one does not wait for the device.
     """
