@@ -1,4 +1,4 @@
-"""Builds a run's engine by name, and checks that an engine fits the model and the settings."""
+"""Builds a run's engine by name, and checks that the engine supports the model and the settings."""
 
 import importlib.util
 import math
@@ -17,14 +17,14 @@ from spmdrl.spmd.world import World
 
 GIB = 1 << 30
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names under which models' configs contain the number of experts in a layer."""
+"""Config fields that hold a model's number of experts per layer."""
 VLLM_TEMPERATURE = (0.01, 2.0)
-"""Lowest and highest temperature that vLLM 0.32 supports (`vllm.sampling_params`): it silently raises temperatures
-below 0.01 to 0.01 and refuses temperatures above 2."""
+"""Temperature range that vLLM 0.32 supports (`vllm.sampling_params`): it silently clamps temperatures below 0.01 to
+0.01 and rejects temperatures above 2."""
 
 
 def check_engine(cfg: Config, on_cpu: bool) -> None:
-    """Check the engine and the model's folder before anything is built.
+    """Check the engine and the model folder before anything is built.
 
     Raises:
         ValueError: the engine is not installed, or does not support the settings.
@@ -61,7 +61,7 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
 
 
 def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
-    """Start the engine from settings that passed `check_engine`. Collective over the ranks that sample."""
+    """Start the engine, given settings that passed `check_engine`. Collective over the ranks that sample."""
     name = engine_name(cfg)
     if name == "vllm":
         from spmdrl.engines.vllm.engine import VLLMEngine
@@ -78,9 +78,9 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 
 
 def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
-    """Raise ValueError if the model reads more than text and the engine cannot run it.
+    """Raise ValueError if the model is multimodal and the engine cannot run it.
 
-    transformers has no causal language model class for a model that reads images or sound. vLLM has one, but its CPU
+    transformers has no causal language model class for models that take images or audio. vLLM has one, but its CPU
     build cannot run it without torchvision.
     """
     from transformers import AutoModelForCausalLM
@@ -99,7 +99,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
 
 
 def check_tp(cfg: Config, engine: str) -> None:
-    """Raise ValueError if `--rollout.tp` ranks cannot share a model's heads, or a dense model's MLPs, equally."""
+    """Raise ValueError if a model's heads, or a dense model's MLPs, are not divisible by `--rollout.tp`."""
     model, tp = model_config(cfg), cfg.rollout.tp
     if problem := tp_problem(model, engine, tp, cfg.model.path):
         raise ValueError(problem)
@@ -110,21 +110,21 @@ def check_tp(cfg: Config, engine: str) -> None:
 
 
 def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> str:
-    """Return why an engine's ranks cannot divide a model, with the values of `--rollout.tp` that would work; else "".
+    """Return why a model cannot be sharded over `tp` ranks and which values of `--rollout.tp` would work, or "".
 
-    config: transformers' config of the model. If it has no number of heads, the function returns "" and the engine
-    itself checks the model.
+    config: the transformers config of the model. If it does not give the number of heads, "" is returned and the check
+    is left to the engine.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", tp)
-    # A model with latent attention has no separate key-value heads, even if its config gives a number of them.
+    # A model with latent attention has no separate key-value heads, even if its config specifies their number.
     kv = heads if hasattr(text, "kv_lora_rank") else getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "intermediate_size", None)
     if not isinstance(width, int) or getattr(text, "num_experts_per_tok", None):
         width = 0
 
     def fits(n: int) -> bool:
-        # vLLM and SGLang copy KV heads if there are more ranks than KV heads.
+        # vLLM and SGLang replicate KV heads if there are more ranks than KV heads.
         return heads % n == 0 and width % n == 0 and (kv % n == 0 or (engine != "hf" and n % kv == 0))
 
     if fits(tp):
@@ -137,7 +137,7 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 and the model has no experts or ep does not divide them."""
+    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 without experts, or ep does not divide their number."""
     rollout = cfg.rollout
     if rollout.ep == rollout.dp == 1:
         return
@@ -154,12 +154,12 @@ def check_experts(cfg: Config) -> None:
 
 
 def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
-    """Check the size of one rank's KV cache if `--rollout.kv-cache-gib` sets it.
+    """Check the size of each rank's KV cache if it is set by `--rollout.kv-cache-gib`.
 
     The HF engine's cache has no fixed size and is not checked.
 
     Raises:
-        ValueError: the cache is too small for the longest sequence or, on a CPU, exceeds free memory.
+        ValueError: the cache is too small for the longest sequence or, on CPU, larger than the free memory.
     """
     gib = cfg.rollout.kv_cache_gib
     if engine == "hf" or not gib:
@@ -193,21 +193,21 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
 def stop_tokens(folder: Path, tokenizer, template: str = "") -> set[int]:
     """Return the token ids that end a response.
 
-    These are the tokenizer's end-of-sequence token, the end tokens in the folder's files (`hub/ends.py`), and the
-    tokens that end a turn in the chat template.
+    These are the tokenizer's end-of-sequence token, the end tokens listed in the folder's files (`hub/ends.py`), and
+    the tokens that end a turn in the chat template.
 
-    template: the job's chat template (`data/template_ends.py`); empty if the job renders no dialogues.
+    template: the job's chat template (`data/template_ends.py`), or empty if the job renders no dialogues.
     """
     return {tokenizer.eos_token_id, *named_ends(folder), *end_of_turn_tokens(tokenizer, template)} - {None}
 
 
 def prompt_limit(cfg: Config, folder: Path, setting: str = "rollout.max_new_tokens") -> int:
-    """Return the longest prompt, in tokens, that the settings and the model's context length allow.
+    """Return the maximum prompt length, in tokens, allowed by the settings and the model's context length.
 
-    setting: name of the setting that limits the new tokens, for the error message.
+    setting: name of the setting that limits the number of new tokens, for the error message.
 
     Raises:
-        ValueError: no prompt fits.
+        ValueError: there is no room for a prompt.
     """
     context = context_length(folder, cfg.model.trust_remote_code)
     if context <= cfg.rollout.max_new_tokens:
@@ -219,7 +219,7 @@ def prompt_limit(cfg: Config, folder: Path, setting: str = "rollout.max_new_toke
 
 
 def context_length(folder: Path, trust_remote_code: bool) -> int:
-    """Return the longest sequence that the model accepts, in tokens."""
+    """Return the model's maximum sequence length, in tokens."""
     config = read_config(folder, trust_remote_code).get_text_config()
     found = getattr(config, "max_position_embeddings", None) or 1 << 30
     if not isinstance(found, int) or found < 1:

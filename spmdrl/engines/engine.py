@@ -1,8 +1,8 @@
 """The Engine contract: submit, poll, abort; load weights of a version; sleep and wake.
 
-Engines return each completion as soon as it is finished, so early stops and several turns need no special code. An
-engine spans the ranks of one rollout TP group; all of them make the same calls in the same order and get the same
-completions. Laws are the numbered design rules in CONTRIBUTING.md.
+Engines return each completion as soon as it is finished, so early stopping and multi-turn rollouts need no special
+code. An engine spans the ranks of one rollout TP group, which all make the same calls in the same order and get the
+same completions. Laws are the numbered design rules in CONTRIBUTING.md.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from spmdrl.weights.safetensors import stored
 Owner = Literal["weights", "kv_cache"]
 Finish = Literal["stop", "length", "abort"]
 Key = tuple[int, ...]
-"""Identifies a request within a rollout: (position, sample, turn) for a request of the policy."""
+"""Identifies a request within a rollout: (position, sample, turn) for policy requests."""
 
 
 class StaleEngineError(RuntimeError):
@@ -31,15 +31,15 @@ class StaleEngineError(RuntimeError):
 
 @dataclass
 class Request:
-    """One sample to draw. Its seed depends only on data, so all of a run's engines would draw the same one (law 3)."""
+    """One sample to draw. Its seed depends only on data, so every engine of a run would draw the same one (law 3)."""
 
     key: Key
     prompt: list[int]
     """Prompt tokens."""
     seed: int
-    """Seed of the request's random draws, from 0 to 2**63 - 1."""
+    """Sampling seed of the request, from 0 to 2**63 - 1."""
     version: int
-    """The trainer's weight version; an engine that holds another version refuses the request."""
+    """The trainer's weight version; an engine with a different version rejects the request."""
     max_new_tokens: int
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
@@ -55,72 +55,71 @@ class Completion:
     logp: list[float]
     finish: Finish
     version: int | None
-    """Version of the weights that sampled the tokens; None if the request was aborted while the weights were
-    replaced."""
+    """Weight version that sampled the tokens, or None if the request was aborted by a weight update."""
     experts: torch.Tensor | None = None
-    """int16 [n, W] under routing replay: for each token of prompt and response except the last one, the W experts that
-    the routers chose, layer by layer (`hub.routing.Experts`); -1 for a token that the model did not process. None
-    without routing replay, and for an aborted request of an engine that reports experts only for finished requests."""
+    """int16 [n, W] with routing replay: the W experts chosen by the routers, layer by layer (`hub.routing.Experts`),
+    for each prompt and response token except the last; -1 for tokens that the model did not process. None without
+    routing replay, and for aborted requests if the engine reports experts only for finished ones."""
 
 
 class Engine(Protocol):
     """The sampler of one rollout TP group."""
 
     version: int | None
-    """Version of the engine's weights; None if the engine has no weights to sample from."""
+    """Version of the engine's weights, or None if it has no weights to sample from."""
     capacity: int
-    """Maximum number of sequences that the engine runs at the same time."""
+    """Maximum number of sequences that the engine runs concurrently."""
 
     def submit(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            StaleEngineError: the engine's weights have another version than the request.
-            ValueError: prompt and response could become longer than the engine's longest sequence.
+            StaleEngineError: the engine's weight version differs from the request's.
+            ValueError: prompt and response could exceed the engine's maximum sequence length.
         """
         ...
 
     def poll(self) -> list[Completion]:
-        """Run one step of the engine and return the finished requests, possibly none."""
+        """Run one engine step and return the finished requests, if any."""
         ...
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Stop these requests; return them with their tokens so far and the finish `abort`."""
+        """Abort these requests; return their tokens so far, with finish reason `abort`."""
         ...
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Find the part of each tensor that this rank reads when it loads weights. Collective over the engine."""
+        """Return which part of each tensor this rank reads when it loads weights. Collective over the engine."""
         ...
 
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """Load weights; sampling is refused until the last bucket is loaded. Collective over the engine.
+        """Load weights. Requests are rejected until the last bucket is loaded. Collective over the engine.
 
-        buckets: HF names -> tensors of the full shape, in which only the parts that `needs` returned have values. The
-        engine must not write into these tensors.
+        buckets: HF names -> full-shape tensors, in which only the parts returned by `needs` have values. The engine
+        must not modify these tensors.
         """
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes; no request may be running. Collective over the engine."""
+        """Drop cached prefixes. No request may be running. Collective over the engine."""
         ...
 
     def sleep(self, level: int) -> None:
-        """Free memory. Level 0 frees nothing; 1 frees the KV cache and moves a GPU's weights to the host; 2 frees both.
+        """Free memory. Level 0 frees nothing; 1 frees the KV cache and offloads GPU weights to the host; 2 frees both.
 
         After level 2, or if the engine cannot keep a copy of its weights at level 1, its `version` is None.
         """
         ...
 
     def wake(self, what: Owner) -> None:
-        """Allocate the memory of `what` again, for a sleeping engine."""
+        """Reallocate the memory of `what` for a sleeping engine."""
         ...
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Return the bytes held on the device, by owner: engine weights and KV cache."""
+        """Return the device memory in use, in bytes, for the engine weights and the KV cache."""
         ...
 
     def held_words(self) -> int | None:
-        """Return the checksum (`spmd.checksum.word_sum`) of weights marked in `Needs.counted`; None if unknown."""
+        """Return the checksum (`spmd.checksum.word_sum`) of weights marked in `Needs.counted`, or None if unknown."""
         ...
 
     def close(self) -> None:
@@ -130,39 +129,39 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A request for the likeliest tokens at the last positions of a sequence."""
+    """A request for the most likely tokens at the last positions of a sequence."""
 
     tokens: list[int]
     count: int
-    """Number of last tokens to score. The first token of a sequence has no log-probability and cannot be scored."""
+    """Number of trailing tokens to score. The first token of a sequence has no log-probability and cannot be scored."""
 
 
 Likeliest = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The k likeliest tokens at each of n positions, likeliest first, on the host: ids int64 [n, k], logp [n, k], and the
-log of the total probability of all other tokens [n]."""
+"""The k most likely tokens at each of n positions, in descending order, on the host: ids int64 [n, k], logp [n, k], and
+the log of the total probability of all other tokens [n]."""
 
 
 class ReadingEngine(Engine, Protocol):
-    """An engine that also computes log-probabilities of existing sequences."""
+    """An engine that can also compute log-probabilities of existing sequences."""
 
     def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
-        """Return the k likeliest tokens at the positions of the tokens to score; no other request may be running.
+        """Return the k most likely tokens at each position to score. No other request may be running.
 
         Collective over the engine.
 
         Raises:
-            StaleEngineError: the engine holds another version.
+            StaleEngineError: the engine holds a different version.
         """
         ...
 
 
 def name_of(key: Key) -> str:
-    """Format a key as text that is not a prefix of another key's text."""
+    """Format a key as a string that is not a prefix of any other key's string."""
     return "".join(f"{part}." for part in key)
 
 
 def check_version(version: int, held: int | None) -> None:
-    """Raise StaleEngineError if the version to sample from is not the one that the engine holds (law 5)."""
+    """Raise StaleEngineError if the engine does not hold the version to sample from (law 5)."""
     if version != held:
         weights = "no weights" if held is None else f"weight version {held}"
         raise StaleEngineError(
@@ -174,11 +173,11 @@ def check_version(version: int, held: int | None) -> None:
 def check_request(request: Request, version: int | None, longest: int, awake: bool = True) -> None:
     """Check that an engine can sample a request.
 
-    version: weight version of the engine. longest: the engine's longest sequence, in tokens.
+    version: weight version of the engine. longest: maximum sequence length of the engine.
 
     Raises:
-        StaleEngineError: the engine holds other weights or none, or it sleeps.
-        ValueError: prompt and response may exceed `longest`; the engine would silently cut the response short or fail.
+        StaleEngineError: the engine holds different weights or none, or it is asleep.
+        ValueError: prompt and response could exceed `longest`; the engine would silently truncate the response or fail.
     """
     check_version(request.version, version)
     prompt, new = len(request.prompt), request.max_new_tokens
@@ -196,7 +195,7 @@ def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], devic
     """Check that all tensors of an engine are on the rank's device (law 7); return their number.
 
     Raises:
-        RuntimeError: a tensor is on another device. An engine that chooses a device itself may choose another rank's.
+        RuntimeError: a tensor is on another device. An engine that picks its own device could pick another rank's.
     """
     places = [(name, tensor.device) for name, tensor in tensors]
     away = [(name, place) for name, place in places if place != device]
@@ -211,39 +210,39 @@ def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], devic
 
 
 def model_config(cfg: Config) -> Any:
-    """Return transformers' config of the run's model."""
+    """Return the transformers config of the run's model."""
     trust = cfg.model.trust_remote_code
     return read_config(resolve(cfg.model.path, trust), trust)
 
 
 def longest_sequence(cfg: Config) -> int:
-    """Return the longest sequence, in tokens, that an engine must run: prompt and response, or question and verdict.
+    """Return the maximum sequence length that an engine must support: prompt and response, or question and verdict.
 
-    The model's number of positions (`max_position_embeddings`) limits it.
+    It is capped by the model's `max_position_embeddings`.
     """
     positions = getattr(model_config(cfg).get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
 
 def without_quantization(config: Any) -> dict[str, Any]:
-    """Return overrides for a model's config with which an engine allocates unquantized weights, as trainers send them.
+    """Return config overrides that make an engine allocate unquantized weights, since that is what trainers send.
 
-    config: transformers' config of the folder, whose weight files may be quantized.
+    config: the transformers config of the model folder, whose weight files may be quantized.
     """
     return {"quantization_config": None} if getattr(config, "quantization_config", None) else {}
 
 
 def tensor_kinds(cfg: Config) -> list[str]:
-    """Return the distinct last parts of tensor names in the model's folder, such as `weight`."""
+    """Return the distinct last components of the tensor names in the model folder, such as `weight`."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     return sorted({name.rpartition(".")[2] for _, name in stored(folder)})
 
 
 def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
-    """Return the bytes of one token in the KV cache of one of `tp` ranks; each rank has at least one KV head.
+    """Return the KV cache size per token, in bytes, on one of `tp` ranks; each rank has at least one KV head.
 
-    config: transformers' config of a language model. Latent attention caches one row for all heads
-    (https://arxiv.org/abs/2405.04434); layers of linear attention cache nothing per token.
+    config: the transformers config of a language model. Latent attention caches one row for all heads
+    (https://arxiv.org/abs/2405.04434); linear attention layers cache nothing per token.
     """
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds) or config.num_hidden_layers

@@ -1,8 +1,8 @@
-"""Finds the parts of checkpoint tensors that an engine's loader reads, by recording the loader's copies.
+"""Finds out which parts of checkpoint tensors an engine's loader reads, by recording the copies it makes.
 
-Each rank runs the engine's loader once on tensors without values. The copies that the loader would make show which part
-of each tensor the rank needs. This works however an engine divides q, k and v, experts or the vocabulary over its
-ranks. This file imports only torch, because the processes of a server engine load it too.
+Each rank runs the engine's loader once on uninitialized tensors. The copies that the loader attempts show which part of
+each tensor the rank needs, however the engine shards q, k and v, experts or the vocabulary. This file imports only
+torch, because the processes of a server engine load it too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: a pair (first index, last index + 1) for every dimension."""
+"""A rectangular slice of a tensor: a pair (start, end) of indices for every dimension, end exclusive."""
 
 
 @dataclass
@@ -21,30 +21,29 @@ class Needs:
     """The parts of tensors that one rank's loader reads."""
 
     boxes: list[tuple[int, Box]] = field(default_factory=list)
-    """(index of the tensor, range in every dimension) for each read."""
+    """For each read: (index of the tensor, index range in every dimension)."""
     counted: list[bool] = field(default_factory=list)
     """For each read: True if the model stores the bytes unchanged, so that their checksum can be compared."""
     uncounted: frozenset[int] = frozenset()
-    """Addresses of the model's storages that are left out of checksums."""
+    """Addresses of the model's storages that are excluded from checksums."""
     exact: bool = True
     """True if every read was a plain copy into the model."""
     filled: frozenset[int] = frozenset()
-    """Addresses of the storages that the loader wrote."""
+    """Addresses of the storages that the loader wrote to."""
 
 
 def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
-    """Return a box of the contiguous tensor `whole` that contains all elements of `x`, a non-empty view of it.
+    """Return a box of the contiguous tensor `whole` that contains all elements of its non-empty view `x`.
 
-    The box is the smallest possible one, unless strides over a flattened tensor jump between rows. In that case it
+    The box is the smallest possible one, unless the view's strides over a flattened tensor jump between rows; then it
     contains complete rows.
     """
-    # Offsets are in bytes, because the view may have another type.
+    # Offsets are in bytes, because the view may have a different dtype.
     start, size = int(x.storage_offset()) * x.itemsize, whole.numel() * whole.itemsize
     steps = [(int(n), int(step) * x.itemsize) for n, step in zip(x.shape, x.stride(), strict=True)] + [(x.itemsize, 1)]
     box = []
     for n in whole.shape:
-        # a, b: first and last byte of the view, counted from the start of the row of `size` bytes in which the view
-        # begins.
+        # a, b: first and last byte of the view, relative to the row of `size` bytes that contains its first byte.
         a = start % size
         b = a + sum((count - 1) * (step % size) for count, step in steps)
         inner = size // n
@@ -54,7 +53,7 @@ def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
 
 
 def transposed(x: torch.Tensor, into: torch.Tensor) -> bool:
-    """Return True if a copy separates elements that are adjacent in one of the two tensors."""
+    """Return True if elements that are adjacent in one of the two tensors are not adjacent in the other."""
     if x.itemsize == 8:
         return False
     dims = [dim for dim in range(x.dim()) if x.shape[dim] > 1]
@@ -62,7 +61,7 @@ def transposed(x: torch.Tensor, into: torch.Tensor) -> bool:
 
 
 def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors without those whose memory lies within another's, such as tied weights or slices of rows."""
+    """Yield the tensors, skipping those whose memory lies within another's, such as tied weights or row slices."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for x in sorted(tensors, key=lambda x: -x.nbytes):
         start = int(x.storage_offset()) * x.itemsize
@@ -73,11 +72,11 @@ def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
-"""Operations with which loaders clear the padding next to copied parts."""
+"""Operations that loaders use to zero the padding next to copied parts."""
 
 
 class Watch(TorchDispatchMode):
-    """Records the parts of watched tensors that operations read, and skips copies from watched tensors."""
+    """Records which parts of watched tensors are read by operations, and skips copies from watched tensors."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +87,7 @@ class Watch(TorchDispatchMode):
         self.written: set[int] = set()
 
     def watch(self, index: int, tensor: torch.Tensor) -> None:
-        """Watch a tensor. It replaces an earlier watched tensor with the same address."""
+        """Watch a tensor, replacing any earlier watched tensor at the same address."""
         self.watched[tensor.untyped_storage().data_ptr()] = (index, tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -108,8 +107,8 @@ class Watch(TorchDispatchMode):
         for x in read:
             self._record(x, None)
         if func not in FILLS:
-            # A part that is changed in place after its copy (the decay of Mamba's states) differs from the sent bytes,
-            # so it has no checksum.
+            # A part that is modified in place after being copied (Mamba's state decay) differs from the sent bytes, so
+            # it has no checksum.
             self.odd |= places & set(self.into)
         return func(*args, **kwargs)
 
@@ -121,8 +120,8 @@ class Watch(TorchDispatchMode):
         self.into.append(into.untyped_storage().data_ptr() if into is not None else 0)
         if into is None:
             self.needs.exact = False
-        # Checksums are sums of 8-byte words. A part has none if it does not begin and end at a word boundary, or if its
-        # adjacent elements are not adjacent in the model (GPT-2's weights are transposed).
+        # Checksums are sums of 8-byte words. A part has none if it is not aligned to words, or if its adjacent elements
+        # are not adjacent in the model (GPT-2's weights are transposed).
         elif (
             into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype or transposed(x, into)
         ):
@@ -136,7 +135,7 @@ class Watch(TorchDispatchMode):
 
 
 def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[int]:
-    """Yield the addresses of the storages that an operation writes, by its schema."""
+    """Yield the addresses of the storages that an operation writes to, according to its schema."""
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
@@ -146,9 +145,9 @@ def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[int]:
 def unfilled(model: torch.nn.Module, needs: Needs, kinds: Iterable[str]) -> list[str]:
     """Return the names of an engine's parameters and persistent buffers that its loader did not write.
 
-    Buffers of a kind that the checkpoint does not contain are left out, because the model computes them itself.
+    Buffers of kinds that the checkpoint does not contain are skipped, because the model computes them itself.
 
-    kinds: last parts of the names of the checkpoint's tensors, such as `weight`.
+    kinds: last components of the checkpoint's tensor names, such as `weight`.
     """
     kept, kinds = model.state_dict().keys(), set(kinds)
     buffers = [(n, x) for n, x in model.named_buffers() if n in kept and n.rpartition(".")[2] in kinds]
@@ -157,7 +156,7 @@ def unfilled(model: torch.nn.Module, needs: Needs, kinds: Iterable[str]) -> list
 
 
 def check_filled(engine: str, lacking: list[str]) -> None:
-    """Raise ValueError if the trainer did not send all weights of an engine that started without values."""
+    """Raise ValueError if the trainer did not send all the weights of an engine that started uninitialized."""
     if lacking:
         raise ValueError(
             f"--rollout.engine {engine}: the trainer has no tensor for {len(lacking)} of the engine's weights "
@@ -167,7 +166,7 @@ def check_filled(engine: str, lacking: list[str]) -> None:
 
 
 def cannot_load(engine: str, model: torch.nn.Module, error: Exception) -> ValueError:
-    """Return the error for a model family whose loader in the engine fails on the trainer's tensors."""
+    """Return the error for a model whose loader in the engine fails on the trainer's tensors."""
     return ValueError(
         f"--rollout.engine {engine}: its {type(model).__name__} cannot load the tensors of this model "
         f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); take another engine, such as hf"
@@ -178,9 +177,9 @@ def watched_load(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
 ) -> Needs:
-    """Find the parts that `load` reads of tensors with these names, shapes and types, without changing the model.
+    """Find which parts of tensors with these names, shapes and dtypes `load` reads, without changing the model.
 
-    The tensors are on the CPU and their memory is never touched, so they take no physical memory.
+    The tensors are on the CPU and never accessed, so they take no physical memory.
     """
     watch = Watch()
 

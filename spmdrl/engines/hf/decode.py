@@ -1,11 +1,11 @@
-"""Decodes rows of equal length, with the KV cache of transformers if that works for the model, else without a cache.
+"""Decodes rows of equal length, with transformers' KV cache if it works for the model and without a cache otherwise.
 
-Some model families of transformers compute other probabilities with their cache than without, and the caches of others
-cannot drop finished rows. `Decoder.check` therefore compares decoding with and without a cache after the first weights
-have arrived. It refuses a model in which later tokens change the probabilities of earlier ones by more than rounding
-and near ties between experts explain.
+Some transformers models compute different probabilities with their cache than without it, and the caches of others
+cannot drop finished rows. `Decoder.check` therefore compares decoding with and without a cache once the first weights
+are loaded. It rejects models in which later tokens change the probabilities of earlier ones by more than rounding and
+near ties between experts can explain.
 
-A row is one sequence of the batch. Shapes: B rows, V tokens of the vocabulary.
+A row is one sequence of the batch. Shapes: B rows, V vocabulary size.
 """
 
 import logging
@@ -21,38 +21,37 @@ from spmdrl.health.causes import of_the_machine
 log = logging.getLogger("spmdrl")
 
 WAYS = ("batch_select_indices", "reorder_cache")
-"""Methods of transformers' caches that drop all but given rows; caches of recurrent states have only the second one."""
+"""Cache methods in transformers that keep only the given rows; recurrent-state caches have only the second one."""
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Largest accepted mean |dlogp| between decoding with the cache and one forward without a cache, by type of the
-weights."""
+"""Maximum accepted mean |dlogp| between decoding with the cache and one forward pass without it, by weight dtype."""
 ROUNDED = 0.1
-"""The same bound for types that are not in `CLOSE`; their rounding may change the chosen experts of a few tokens."""
+"""The same bound for dtypes that are not in `CLOSE`, whose rounding can change the expert choice of a few tokens."""
 FAILED = 1e30
-"""Difference that is used for a way of decoding whose forward raises an error."""
+"""Difference recorded for a decoding method whose forward pass raises an error."""
 TIMES = 2
-"""A cache is also accepted if its difference is at most this many times the difference of decoding without a cache."""
+"""A cache is also accepted if its difference is at most this many times that of decoding without a cache."""
 LENGTHS, MORE = (3, 12), 4
-"""Lengths of the prompts in `Decoder.check`, and the number of tokens decoded after each."""
+"""Prompt lengths in `Decoder.check`, and the number of tokens decoded after each prompt."""
 
 
 class Group:
-    """Rows of equal length that decode together."""
+    """Rows of equal length that are decoded together."""
 
     def __init__(self, requests: list[Request], device: torch.device):
         self.requests = requests
         self.live = list(range(len(requests)))
-        """Indices of the requests that still sample; row i of the cache belongs to request live[i]."""
+        """Indices of the unfinished requests; row i of the cache belongs to request live[i]."""
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logp: list[list[float]] = [[] for _ in requests]
         self.inputs = torch.tensor([r.prompt for r in requests], device=device)
-        """Tokens of the live rows that the model has not processed; without a cache, all tokens of the rows."""
+        """Tokens of the live rows that the model has not processed yet, or all their tokens if there is no cache."""
         self.seeds = torch.tensor([r.seed for r in requests], device=device)
         self.temperature = torch.tensor([r.temperature for r in requests], device=device)
         self.top_p = torch.tensor([r.top_p for r in requests], device=device)
         self.cache: Any = None
         self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
-        """For each request, the experts of the tokens of every step, int16 [tokens, W]; empty if routing is not
-        recorded."""
+        """Per request, the expert ids that each token was routed to, one int16 [tokens, W] tensor per step; empty if
+        routing is not recorded."""
 
     @property
     def began(self) -> bool:
@@ -61,21 +60,21 @@ class Group:
 
 
 class Decoder:
-    """Runs a model over the rows of a group, and advances them by one token with each call."""
+    """Runs a model on the rows of a group, one token per call."""
 
     def __init__(self, model: Any, ranks: dist.ProcessGroup | None):
         self.model, self.ranks = model, ranks
         self.way: str | None = WAYS[0]
-        """Method of the cache that drops finished rows; None: no cache, so each step processes the full sequences."""
+        """Cache method that drops finished rows, or None for no cache: each step then processes the full sequences."""
         self.checked = False
 
     def logits(self, group: Group) -> torch.Tensor:
-        """Process the group's inputs and return the logits of the next token, [B, V]."""
+        """Run the model on the group's inputs and return the next-token logits, [B, V]."""
         out, group.cache = self._forward(group.inputs, group.cache)
         return out
 
     def extend(self, group: Group, tokens_B: torch.Tensor) -> None:
-        """Set the next tokens to process, one for each live row; without a cache, append them to the rows."""
+        """Set the next input token of each live row; without a cache, append it to the row."""
         column = tokens_B[:, None]
         group.inputs = column if self.way else torch.cat([group.inputs, column], 1)
 
@@ -91,20 +90,20 @@ class Decoder:
     def _forward(self, inputs: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         if not self.way:
             return self.model(input_ids=inputs, use_cache=False, logits_to_keep=1).logits[:, -1], None
-        # The model creates the kind of cache that it needs.
+        # The model creates the cache type that it needs.
         out = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1], out.past_key_values
 
     @torch.inference_mode()
     def check(self, vocabulary: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Choose `way` by a test of the model, once. Collective over the ranks that share the model.
+        """Choose `way` by testing the model, once. Collective over the ranks that share the model.
 
-        The test decodes two rows and drops one of them early. It compares the log-probabilities of the other row with
-        those of a forward over the complete row without a cache.
+        The test decodes two rows and drops one of them early. It compares the log-probabilities of the remaining row
+        with those from a forward pass over the complete row without a cache.
 
         Raises:
-            ValueError: a token's probabilities depend on later tokens, so that no way of sampling is correct, or the
-                model cannot compute the next token of a sequence.
+            ValueError: a token's probabilities depend on later tokens, which makes any sampling incorrect, or the model
+                fails to compute the next token of a sequence.
         """
         if self.checked:
             return
@@ -141,7 +140,7 @@ class Decoder:
                     f"--rollout.engine hf: the forward of transformers' {name} fails when it decodes a sequence "
                     f"({reasons[-1]}): take --rollout.engine vllm or a model of another family"
                 )
-            # Rounding alone may exceed `close`; decoding without a cache measures how large the rounding is.
+            # Rounding alone can exceed `close`; decoding without a cache shows how large it is.
             self.way = next((way for way in WAYS if found[way] <= TIMES * found[None]), None)
         self.checked = True
         if not self.way:
@@ -152,23 +151,23 @@ class Decoder:
             )
 
     def _plain(self, rows: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, float]:
-        """Return the second row's logp without a cache, [n, V], and how much its last tokens change earlier logp.
+        """Return the second row's logp without a cache, [n, V], and how much its last tokens affect earlier logp.
 
-        The change is the mean |dlogp| of the earlier positions if the last tokens are replaced. The row and a copy with
-        other last tokens run in one forward, so that rounding is the same for both.
+        The effect is the mean |dlogp| at the earlier positions when the last tokens are replaced. The row and a copy
+        with different last tokens run in one forward pass, so rounding is the same for both.
         """
         pair = rows[1:].repeat(2, 1)
         pair[1, -MORE:] = (pair[1, -MORE:] + 1) % vocabulary
         logp, other = self.model(input_ids=pair, use_cache=False).logits.double().log_softmax(-1)
-        # Positions with nan are left out: a nan of a later token passes through the attention mask, because nan times 0
-        # is nan.
+        # Positions with NaN are skipped: NaNs from later tokens pass through the attention mask, because NaN times 0 is
+        # NaN.
         before = [distance(other[at], logp[at]) for at in range(rows.shape[1] - MORE) if not other[at].isnan().any()]
         return logp, sum(before) / max(len(before), 1)
 
     def _apart(self, rows: torch.Tensor, logp_nV: torch.Tensor) -> float:
-        """Decode by `way`; return the mean |dlogp| of the second row's tokens, weighted by probability.
+        """Decode using `way`; return the mean |dlogp| of the second row's tokens, weighted by probability.
 
-        logp_nV: the row's log-probabilities by a forward without a cache.
+        logp_nV: the row's log-probabilities from a forward pass without a cache.
         """
         length, differences, cache = rows.shape[1] - MORE, [], None
         inputs = rows[:, :length]
@@ -183,7 +182,7 @@ class Decoder:
         return sum(differences) / len(differences)
 
     def _largest(self, apart: float, device: torch.device) -> float:
-        """Return the largest difference of all ranks, so that all of them make the same decision."""
+        """Return the maximum difference over all ranks, so that they all make the same decision."""
         if self.ranks is None:
             return apart
         value = torch.tensor(min(apart, FAILED), device=device)
@@ -194,7 +193,7 @@ class Decoder:
 def distance(got_V: torch.Tensor, want_V: torch.Tensor) -> float:
     """Return the mean |dlogp| over the vocabulary, weighted by the probabilities of `want_V`.
 
-    If `want_V` contains nan, the distance is 0, because the first training step raises an error in that case.
+    If `want_V` contains NaN, the distance is 0; the first training step will raise an error in that case.
     """
     if want_V.isnan().any():
         return 0.0
@@ -203,7 +202,7 @@ def distance(got_V: torch.Tensor, want_V: torch.Tensor) -> float:
 
 
 def cached_tensors(cache: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a cache of transformers: keys, values and states."""
+    """Yield the tensors of a transformers cache: keys, values and states."""
     for held in [cache, *getattr(cache, "layers", [])]:
         for value in vars(held).values():
             values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]

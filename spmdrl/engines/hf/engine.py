@@ -1,10 +1,10 @@
-"""The HF engine: samples by plain forwards of transformers, for tests, small models and machines without vLLM.
+"""The HF engine: samples with plain transformers forward passes, for tests, small models and machines without vLLM.
 
-Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform
-sampling from one uniform number, which depends only on the request's seed and the token's position. Except for
-rounding, a sample therefore does not depend on the other rows of its batch.
+Rows of equal prompt length run as one left-aligned group without padding. Each token is drawn by inverse transform
+sampling from one uniform number that depends only on the request's seed and the token's position. Up to rounding, a
+sample therefore does not depend on the other rows of its batch.
 
-The engine starts without weights: it reads none from the model's folder; the trainer sends all before the first sample.
+The engine starts without weights and reads none from the model folder; the trainer sends all before the first sample.
 """
 
 from collections.abc import Iterable
@@ -41,11 +41,11 @@ from spmdrl.weights.reshard import Entry, inside, size
 from spmdrl_kernels.divergence import log_probabilities, outside
 
 READ_ROWS = 256
-"""Maximum number of positions whose log-probabilities are computed at a time; this limits peak memory."""
+"""Maximum number of positions whose log-probabilities are computed at once, to limit peak memory."""
 
 
 class HFEngine:
-    """An engine that samples with models of transformers. Implements the contract of `engines/engine.py`."""
+    """An engine that samples with transformers models. Implements the `Engine` contract of `engines/engine.py`."""
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
         self.world = world
@@ -59,7 +59,7 @@ class HFEngine:
         self.parked: Parked | None = None
         # The softmax is computed in float32 or float64, as in the trainer's head.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
-        # A checkpoint contains the parameters (tied ones once) and persistent buffers such as routing biases.
+        # A checkpoint contains the parameters (tied ones only once) and persistent buffers such as routing biases.
         scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
         kept = self.model.state_dict().keys()
         buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
@@ -94,7 +94,7 @@ class HFEngine:
 
     def _start(self) -> None:
         length = len(self.waiting[0].prompt)
-        # Rounding can depend on the other rows of a batch, so a deterministic engine runs every row alone.
+        # Rounding can depend on the other rows of a batch, so a deterministic engine runs each row alone.
         together = 1 if self.deterministic else self.capacity
         alike = [r for r in self.waiting if len(r.prompt) == length][:together]
         taken = {r.key for r in alike}
@@ -111,7 +111,7 @@ class HFEngine:
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
         tokens, logp = sample(logits.to(self.upcast), group, position)
         if self.group is not None:
-            # All ranks use the first rank's draw, because the ranks' logits may be rounded differently.
+            # All ranks use the first rank's draw, because logits may be rounded differently on each rank.
             both = torch.stack([tokens.double(), logp.double()])
             dist.broadcast(both, group=self.group, group_src=0)
             tokens, logp = both[0].long(), both[1].to(logp.dtype)
@@ -158,7 +158,7 @@ class HFEngine:
 
     @torch.inference_mode()
     def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
-        """Implements `ReadingEngine.likeliest`. Sequences run one by one."""
+        """Implements `ReadingEngine.likeliest`. Sequences are processed one by one."""
         check_version(version, self.version)
         out = []
         for each in requests:
@@ -178,13 +178,13 @@ class HFEngine:
         """Implements `Engine.needs`."""
         tensors = self.tensors
         boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
-        # A part of a tensor has a checksum only if it consists of complete 8-byte words. A cast changes the checksum.
+        # A tensor slice has a checksum only if it consists of complete 8-byte words. A cast changes the checksum.
         held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
         counted = [
             x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
             for x, (i, box) in zip(held, boxes, strict=True)
         ]
-        # `needs` is called once for each part of the model that is sent; `odd` collects tensors without a checksum.
+        # `needs` is called once per part of the model that is sent; `odd` collects the tensors without a checksum.
         self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
         self.counted = [x for x in tensors.values() if id(x) not in self.odd]
         return Needs(boxes, [id(x) not in self.odd for x in held])
@@ -194,7 +194,7 @@ class HFEngine:
         """Implements `Engine.load`.
 
         Raises:
-            ValueError: the trainer never sent some weights. The engine is left without a version.
+            ValueError: the trainer did not send some of the weights. The engine then has no version.
         """
         self.version = None
         self.wake("weights")
@@ -217,10 +217,10 @@ class HFEngine:
         self.decoder.check(self.model.config.get_text_config().vocab_size, self.world.device, self.dtype)
 
     def reset_prefix_cache(self) -> None:
-        """Do nothing, because no prefix is cached."""
+        """No-op, because no prefix is cached."""
 
     def sleep(self, level: int) -> None:
-        """Implements `Engine.sleep`. Each group has its own KV cache, which is dropped with the group."""
+        """Implements `Engine.sleep`. Each group has its own KV cache, which is freed with the group."""
         self.groups, self.waiting = [], []
         place: Place = "gone" if level == 2 else "host"
         if level == 2:
@@ -256,18 +256,18 @@ class HFEngine:
 
 
 def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the next token of each row [B] and its logp [B], drawn by inverse transform sampling within top_p.
+    """Sample the next token of each row [B], with its logp [B], by inverse transform sampling within top_p.
 
     A greedy row (temperature 0) takes the most likely token instead, with logp at temperature 1.
     """
     greedy = group.temperature == 0
     scaled_BV = logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype)
-    # On a CPU float64 is used, because torch sums a row's exponentials in a few float32 accumulators. With a vocabulary
+    # On CPU, float64 is used because torch sums a row's exponentials in a few float32 accumulators: with a vocabulary
     # of 150,000 tokens, logp would be wrong in the fourth digit.
     logp_BV = torch.log_softmax(scaled_BV.double() if scaled_BV.is_cpu else scaled_BV, -1)
     if bool((group.top_p < 1).any()):
         logp_BV = nucleus(logp_BV, group.top_p)
-    # Running sums are in float64, because in float32 a large vocabulary would bias the tail.
+    # Cumulative sums are in float64, because float32 would bias the tail of a large vocabulary.
     cumulative = running_sum(logp_BV.double().exp())
     u = uniform(group.seeds, position_B)[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, u, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
@@ -276,10 +276,10 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
 
 
 def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
-    """Return running sums of probabilities along each row.
+    """Return the cumulative sums of probabilities along each row.
 
-    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. In that case integers in units
-    of 2^-52 are added, because their sum does not depend on the order.
+    On GPU, float cumsum adds in no fixed order, so torch raises an error under `--run.deterministic`. Integers in units
+    of 2^-52 are then summed instead, because integer sums do not depend on the order.
     """
     if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
         return in_integers(p_BV)
@@ -287,7 +287,7 @@ def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
 
 
 def in_integers(p_BV: torch.Tensor) -> torch.Tensor:
-    """Return running sums of numbers from 0 to 1, each rounded down to a multiple of 2^-52; the sums are exact."""
+    """Return exact cumulative sums of numbers in [0, 1], each rounded down to a multiple of 2^-52."""
     unit = 2.0**52
     return ((p_BV.double() * unit).long().cumsum(-1).double() / unit).to(p_BV.dtype)
 

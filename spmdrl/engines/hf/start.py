@@ -1,14 +1,13 @@
-"""Builds a rank's part of the HF engine's model without weights: divided over ranks, with 8-bit layers or LoRA.
+"""Builds a rank's shard of the HF engine's model without weights: tensor parallelism, 8-bit layers and LoRA.
 
-Layers are divided by transformers' tensor-parallel plan of each architecture (https://arxiv.org/abs/1909.08053):
-`colwise` layers keep a range of their outputs; `rowwise` layers keep a range of their inputs and sum over the ranks.
-Every rank has a full copy of the modules that the plan does not name (embeddings, norms, the head) or that it marks as
-replicated (norms of a head's queries and keys).
+Layers are sharded by transformers' tensor-parallel plan for the architecture (https://arxiv.org/abs/1909.08053):
+`colwise` layers keep a slice of their outputs; `rowwise` layers keep a slice of their inputs and all-reduce the result.
+Modules that the plan does not name (embeddings, norms, the head) or marks as replicated (query and key norms) are
+replicated on every rank.
 
-8-bit linear layers have one scale per output, and their weights are rounded to nearest. Only weights are quantized, to
-int8 (https://arxiv.org/abs/2208.07339, without its treatment of outliers) or to E4M3
-(https://arxiv.org/abs/2209.05433). With 8-bit layers, the engine's weights differ from the trainer's, so train with a
-rollout correction (`--correction.kind`).
+8-bit linear layers have one scale per output channel and round weights to nearest. Only weights are quantized, to int8
+(https://arxiv.org/abs/2208.07339, without its outlier handling) or E4M3 (https://arxiv.org/abs/2209.05433). Quantized
+engine weights differ from the trainer's, so train with a rollout correction (`--correction.kind`).
 """
 
 import re
@@ -29,25 +28,25 @@ from spmdrl.weights.reshard import Box
 from spmdrl_kernels.host import use_host_linear
 
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Format -> torch type, and the largest magnitude of a quantized weight."""
+"""Format -> torch dtype, and the largest magnitude of a quantized weight."""
 
 
 def start(
     cfg: Config, world: World
 ) -> tuple[Any, dist.ProcessGroup | None, dict[str, Box], "dict[str, QuantizedLinear]"]:
-    """Build this rank's part of the model from config.json only, and allocate its memory on the rank's device.
+    """Build this rank's shard of the model from config.json alone, and allocate its memory on the rank's device.
 
     Returns:
-        The model. Its weights are undefined; only buffers that checkpoints do not contain have values.
-        The ranks over which layers are divided, or None if they are not divided.
-        This rank's box (its range of indices in every dimension) of each divided parameter.
-        The 8-bit layers by the name of their weight.
+        The model. Its weights are uninitialized; only buffers that checkpoints do not contain have values.
+        The tensor-parallel group, or None if layers are not sharded.
+        This rank's box (its index range in every dimension) for each sharded parameter.
+        The 8-bit layers, keyed by weight name.
     """
     trust, dtype = cfg.model.trust_remote_code, DTYPES[cfg.model.dtype]
     folder = resolve(cfg.model.path, trust)
     config = read_config(folder, trust).get_text_config()
-    # torch's fused attention cannot cap attention scores (Gemma 2), and transformers would silently omit the cap. None
-    # selects fused attention for families that support it.
+    # torch's fused attention does not support logit soft-capping (Gemma 2), and transformers would silently skip the
+    # cap. None selects fused attention for models that support it.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = empty_model(folder, dtype, trust, attention)
     if "adapter" in pushed_parts(cfg):
@@ -57,21 +56,21 @@ def start(
     boxes = divide(model, world.engine_tp_rank, group) if group else {}
     quantized = quantize(model, cfg.rollout.quantization) if cfg.rollout.quantization != "none" else {}
     use_host_linear(model)
-    # Memory is allocated after the division, so that a rank never allocates more than its own part.
+    # Memory is allocated after sharding, so that a rank never allocates more than its own shard.
     give_memory(model, world.device)
     return model, group, boxes, quantized
 
 
 def plan_of(config: Any, ranks: int) -> dict[str, str]:
-    """Return name -> `colwise` or `rowwise` for the linear layers to divide; `*` in a name stands for a layer number.
+    """Return name -> `colwise` or `rowwise` for the linear layers to shard; `*` in a name stands for a layer number.
 
-    config: transformers' config of a language model. ranks: `--rollout.tp`, for the error message.
+    config: the transformers config of a language model. ranks: `--rollout.tp`, for the error message.
 
     Raises:
-        ValueError: the plan divides other modules than linear layers (experts, fused projections), or there is no plan.
+        ValueError: the plan shards modules other than linear layers (experts, fused projections), or there is no plan.
     """
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    # transformers' replicated styles differ only in their treatment of gradients, which an engine does not compute.
+    # transformers' replicated styles differ only in how they handle gradients, which an engine does not compute.
     plan = {n: s for n, s in plan.items() if n.startswith("layers.") and not s.startswith("replicated")}
     strange = sorted({style for style in plan.values() if style not in ("colwise", "rowwise")})
     if strange or not plan:
@@ -85,10 +84,10 @@ def plan_of(config: Any, ranks: int) -> dict[str, str]:
 
 
 def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
-    """Cut a model's layers to this rank's part; return the range of indices (`Box`) of each cut parameter.
+    """Shard a model's layers for this rank; return the index range (`Box`) of each sharded parameter.
 
     Raises:
-        ValueError: the model cannot be divided (`plan_of`).
+        ValueError: the model cannot be sharded (`plan_of`).
     """
     ranks, boxes = dist.get_world_size(group), {}
     plan = plan_of(model.config, ranks)
@@ -119,7 +118,7 @@ def _keep(module: nn.Linear, name: str, dim: int, rank: int, ranks: int) -> Box:
 def _summed(group: dist.ProcessGroup):
     def hook(module: nn.Linear, _, output: torch.Tensor) -> torch.Tensor:
         if module.bias is not None:
-            # Every rank has added the bias, but the sum over ranks must contain it only once.
+            # Every rank has added the bias, but the sum must contain it only once.
             output = output - module.bias
         dist.all_reduce(output, group=group)
         return output if module.bias is None else output + module.bias
@@ -133,12 +132,12 @@ class QuantizedLinear(nn.Module):
     bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, kind: str):
-        """Quantize a layer's weights, unless they are on the meta device and have no values. kind: `int8` or `fp8`."""
+        """Quantize a layer's weights, unless they are on the meta device. kind: `int8` or `fp8`."""
         super().__init__()
         self.kind = kind
         dtype = FORMATS[kind][0]
         weight = linear.weight
-        # The 8-bit weight is a parameter, so that its memory is moved and counted with the other parameters.
+        # The 8-bit weight is a parameter, so that it is moved and counted with the other parameters.
         self.weight = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=weight.device), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(len(weight), 1, device=weight.device), requires_grad=False)
         self.bias = linear.bias
@@ -147,7 +146,7 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def take(self, weight: torch.Tensor) -> None:
-        """Replace the weights by the quantized `weight`, [out, in] in any floating type."""
+        """Replace the weights with the quantized `weight`, [out, in] in any floating-point dtype."""
         dtype, most = FORMATS[self.kind]
         weight = weight.float()
         self.scale.copy_((weight.abs().amax(1, keepdim=True) / most).clamp_min(1e-12))
@@ -161,7 +160,7 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(model: Any, kind: str) -> dict[str, QuantizedLinear]:
-    """Quantize the linear layers of a HF model's blocks (not its head); return them by the name of their weight."""
+    """Quantize the linear layers of an HF model's blocks (not its head); return them keyed by weight name."""
     out, prefix = {}, f"{model.base_model_prefix}."
     for name, module in list(model.base_model.named_modules()):
         for child, linear in list(module.named_children()):

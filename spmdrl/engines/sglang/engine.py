@@ -1,7 +1,7 @@
 """The Engine contract on SGLang: one server process per rollout TP group, started by the group's first rank.
 
-SGLang always runs its schedulers as processes and pins another version of torch. The engine is therefore a child
-process (`server/`) with a separate interpreter, which `launch/install.sh --sglang` installs. The group's first rank
+SGLang always runs its schedulers as processes and pins a different version of torch. The engine is therefore a child
+process (`server/`) with its own interpreter, installed by `launch/install.sh --sglang`. The group's first rank
 exchanges messages with it and broadcasts the answers, so all ranks make the same calls and get the same completions.
 """
 
@@ -39,13 +39,13 @@ from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry
 
 NOT_TAKEN = "; the engine keeps no version and will not sample"
 POLL_SECONDS = 0.02
-"""Longest time in seconds that a poll waits for a request to finish."""
+"""Maximum number of seconds that a poll waits for a request to finish."""
 
 
 def cut_short(completion: Completion) -> Completion:
-    """Mark a completion as aborted; drop its last token if the request finished before the abort.
+    """Mark a completion as aborted, dropping its last token if the request finished before the abort.
 
-    The caller may continue an aborted request later, so at least one token must be left to sample.
+    The caller may resume an aborted request later, so at least one token must be left to sample.
     """
     if completion.finish != "abort":
         completion.tokens, completion.logp, completion.finish = completion.tokens[:-1], completion.logp[:-1], "abort"
@@ -53,7 +53,7 @@ def cut_short(completion: Completion) -> Completion:
 
 
 class SGLangEngine:
-    """An engine that samples with SGLang. Implements the contract of `engines/engine.py`."""
+    """An engine that samples with SGLang. Implements the `Engine` contract of `engines/engine.py`."""
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
         self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
@@ -64,9 +64,9 @@ class SGLangEngine:
         self.empty, self.kinds = starts_empty(cfg), tensor_kinds(cfg)
         self.asleep: set[str] = set()
         self.running: dict[str, Key] = {}
-        # On a CPU, rounding depends on the other requests of a batch, and the scheduler batches whatever has arrived. A
-        # deterministic run therefore sends requests in waves. A wave is one message, sent after the previous wave has
-        # ended.
+        # On CPU, rounding depends on the other requests in a batch, and the scheduler batches whatever has arrived. A
+        # deterministic run therefore sends requests in waves: each wave is one message, sent once the previous wave has
+        # finished.
         self.in_waves = cfg.run.deterministic and self.on_cpu
         self.wave: list[dict] = []
         self.backlog: list[Completion] = []
@@ -92,7 +92,7 @@ class SGLangEngine:
         self.parts: dict[str, list[Box]] = {}
 
     def _engine_group(self, cfg: Config) -> dist.ProcessGroup | None:
-        """Create the gloo group of this engine's ranks. Collective over the sampling ranks."""
+        """Create the gloo process group of this engine's ranks. Collective over the sampling ranks."""
         if cfg.engine_ranks == 1:
             return None
         hosts = dict(
@@ -102,7 +102,7 @@ class SGLangEngine:
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
                 raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
-            # Only the group's members create it, because ranks without an engine do not run this code.
+            # Each group is created by its members alone, because ranks without an engine do not run this code.
             limit = timedelta(seconds=cfg.run.timeout)
             with apart_from_default():
                 group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
@@ -114,16 +114,16 @@ class SGLangEngine:
         return value if self.group is None else json.loads(broadcast_text(json.dumps(value), self.group))
 
     def _answer(self, answer: list[int] | None) -> list[int]:
-        """Return the part of an answer that comes from this rank's scheduler process. Collective over the engine.
+        """Return this rank's scheduler process's part of an answer. Collective over the engine.
 
-        answer: on the engine's first rank, the answers of all scheduler processes; ignored on other ranks.
+        answer: the answers of all scheduler processes on the engine's first rank; ignored on other ranks.
         """
         return answers(self._share(answer))[self.world.engine_tp_rank]
 
     def submit(self, request: Request) -> None:
         """Implements `Engine.submit`."""
         check_request(request, self.version, self.longest, not self.asleep)
-        # SGLang aborts all requests whose names begin with the given text, so no name may be a prefix of another.
+        # SGLang aborts all requests whose names start with the given string, so no name may be a prefix of another.
         name = name_of(request.key)
         assert name not in self.running, f"request {request.key} is running already"
         self.running[name] = request.key
@@ -148,7 +148,7 @@ class SGLangEngine:
             self.wave = []
 
     def _finished(self) -> list[Completion]:
-        """Return on every rank the completions that the first rank received. Collective over the engine."""
+        """Return the completions received by the first rank, on every rank. Collective over the engine."""
         done = []
         if self.process:
             if self.process.failed:
@@ -160,7 +160,7 @@ class SGLangEngine:
         ]
 
     def poll(self) -> list[Completion]:
-        """Implements `Engine.poll`: wait at most POLL_SECONDS for a completion, while the server samples."""
+        """Implements `Engine.poll`. Waits at most POLL_SECONDS for a completion while the server samples."""
         backlog, self.backlog = self.backlog, []
         if not self.running:
             return backlog
@@ -201,7 +201,7 @@ class SGLangEngine:
             self.parts.setdefault(entries[index].name, []).append(needs.boxes[-1][1])
             rows = rows[3 + 2 * dims :]
         if isinstance(self.transport, Broadcast) and self.group is not None:
-            # The first rank broadcasts full tensors to all processes.
+            # The first rank broadcasts the full tensors to all processes.
             whole = [(i, entry.box) for i, entry in enumerate(entries)] if self.process else []
             return Needs(whole, [False] * len(whole))
         return needs
@@ -210,7 +210,7 @@ class SGLangEngine:
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """Implements `Engine.load`."""
         self.version = None
-        # Running requests are aborted, because their tokens and cached prefixes come from the old weights.
+        # Running requests are aborted, because their tokens and cached prefixes were computed with the old weights.
         self.backlog += self.abort(list(self.running.values()))
         if self.process:
             self.process.call("begin")
@@ -225,8 +225,8 @@ class SGLangEngine:
         """Send one bucket to the engine's processes. Collective over the engine.
 
         Raises:
-            EngineDiedError: the engine process ended. All ranks raise it, except under `broadcast`.
-            CorruptWeightsError: the engine received other bytes than were sent.
+            EngineDiedError: the engine process has exited. Raised on all ranks, except with `broadcast`.
+            CorruptWeightsError: the bytes that the engine received differ from those sent.
         """
         if isinstance(self.transport, Broadcast):
             if self.process and tensors:
@@ -247,7 +247,7 @@ class SGLangEngine:
                 self.process.call("load", workers=orders)
             except RuntimeError as error:
                 failure = [isinstance(error, EngineDiedError), str(error)]
-        # Only after this broadcast may the other ranks overwrite the bucket; they also raise the first rank's error.
+        # The other ranks may overwrite the bucket only after this broadcast; they also raise the first rank's error.
         failure = self._share(failure)
         if failure:
             died, text = failure
@@ -263,8 +263,8 @@ class SGLangEngine:
         self.abort(list(self.running.values()))
         self.backlog = []
         if level == 2 or (level == 1 and not self.on_cpu and not self.keeps_weights):
-            # Level 2 also drops the version of an engine that already sleeps at level 1. SGLang keeps a host copy of a
-            # GPU's weights only if it was started with that option.
+            # Level 2 also drops the version of an engine that is already asleep at level 1. SGLang keeps a host copy of
+            # GPU weights only if it was started with that option.
             self.version = None
         gone = {"kv_cache"} if level == 1 and self.on_cpu else {"kv_cache", "weights"} if level else set()
         tags = sorted(gone - self.asleep)
@@ -282,7 +282,7 @@ class SGLangEngine:
     def bytes_by_owner(self) -> dict[str, int]:
         """Implements `Engine.bytes_by_owner`.
 
-        Each rank counts the memory of the scheduler process whose number equals the rank's number in the engine.
+        Each rank reports the memory of the scheduler process with the same index in the engine.
         """
         return {
             "engine weights": 0 if "weights" in self.asleep else self.held["weights"],

@@ -1,4 +1,4 @@
-"""The arguments of SGLang's Engine, from the settings of a run."""
+"""Builds the arguments of SGLang's Engine from the settings of a run."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ from spmdrl.engines.engine import kv_bytes_per_token, longest_sequence, model_co
 from spmdrl.spmd.world import World
 
 CPU_KV_BYTES = 256 << 20
-"""Maximum size in bytes of the KV cache of an engine on a CPU, unless the settings give a size."""
+"""Maximum KV cache size on CPU, in bytes, unless the settings specify one."""
 SPARE_TOKENS = 8
-"""Upper bound on the tokens of the context length that SGLang reserves for internal use."""
+"""Upper bound on the number of context tokens that SGLang reserves for internal use."""
 
 
 def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "trust_remote_code": cfg.model.trust_remote_code,
         "dtype": cfg.model.dtype,
         "device": world.device.type,
-        # SGLang's tp_size counts all ranks of an engine; data parallelism of the attention divides them.
+        # SGLang's tp_size counts all ranks of an engine, which data-parallel attention then divides.
         "tp_size": cfg.engine_ranks,
         **({"ep_size": rollout.ep} if rollout.ep > 1 else {}),
         **({"attn_dp_size": rollout.dp} if rollout.dp > 1 else {}),
@@ -33,13 +33,13 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "max_running_requests": rollout.max_sequences,
         "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",
         "random_seed": 0,
-        # Without this, an idle scheduler would busy-wait during training and occupy a core.
+        # Otherwise an idle scheduler would busy-wait during training and occupy a core.
         "sleep_on_idle": True,
     }
     if starts_empty(cfg):
         values |= {"load_format": "dummy", "json_model_override_args": json.dumps(without_quantization(whole))}
     if world.device.type == "cpu":
-        # `max_total_tokens` sets the cache's size. This share is only an upper bound, which must not reduce that size.
+        # `max_total_tokens` sets the cache size; this fraction is only an upper bound and must not reduce it.
         share = 0.9 if rollout.kv_cache_gib else 0.1
         values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
     else:

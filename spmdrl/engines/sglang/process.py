@@ -21,8 +21,8 @@ from spmdrl.health.failure import named_exit
 log = logging.getLogger("spmdrl")
 
 GRACE_SECONDS = 3.0
-"""Seconds that a rank's main thread has to notice the engine's death and to raise an error itself, which names the
-phase of the step. After them the thread that reads the engine's output ends the job."""
+"""Grace period, in seconds, for a rank's main thread to notice that the engine died and raise an error that names the
+phase of the step. After that, the thread that reads the engine's output ends the job."""
 RANK_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 PROGRESS = re.compile(r"\d%(\||\s+Completed)|\d+it \[|it/s\b|\bs/it\b")
@@ -30,11 +30,11 @@ PROGRESS = re.compile(r"\d%(\||\s+Completed)|\d+it \[|it/s\b|\bs/it\b")
 
 
 class EngineDiedError(RuntimeError):
-    """The engine's process has ended."""
+    """The engine process has exited."""
 
 
 def answers(flat: list[int]) -> list[list[int]]:
-    """Split a flat list into the answers of the engine's processes; each answer is preceded by its length."""
+    """Split a flat list into the answers of the engine's processes, each of which is preceded by its length."""
     out = []
     while flat:
         out.append(flat[1 : 1 + flat[0]])
@@ -43,9 +43,9 @@ def answers(flat: list[int]) -> list[list[int]]:
 
 
 class Process:
-    """The rank's handle on the server process.
+    """The rank's handle to the server process.
 
-    One thread reads the server's answers and notices when the process ends; another copies its output into the log.
+    One thread reads the server's answers and notices when the process exits; another copies its output to the log.
     """
 
     def __init__(self, python: Path, config: dict, timeout: float):
@@ -53,7 +53,7 @@ class Process:
         self.lines: queue.Queue[dict | None] = queue.Queue()
         self.done: list[dict] = []
         self.failed: list[str] = []
-        """The server's messages about requests that ended in an error."""
+        """The server's messages about failed requests."""
         self.last_output: deque[str] = deque(maxlen=40)
         self.closing = False
         self.folder = tempfile.mkdtemp(prefix="spmdrl-sglang-")
@@ -73,7 +73,7 @@ class Process:
         try:
             self.facts: list[int] = self.answer()
         finally:
-            # Connected sockets do not need their files. They are deleted, so that a killed job leaves none behind.
+            # Connected sockets do not need their files, which are deleted so that a killed job leaves none behind.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
@@ -83,7 +83,8 @@ class Process:
         self.lines.put(None)
         if not self.closing:
             time.sleep(GRACE_SECONDS)
-            # The main thread has not noticed the end; it may be in a collective with a rank that waits for this engine.
+            # The main thread has not noticed; it may be stuck in a collective with a rank that is waiting for this
+            # engine.
             with named_exit(lambda: "sampling or after it"):
                 raise self.death()
 
@@ -94,10 +95,10 @@ class Process:
                 log.info("sglang: %s", line)
 
     def death(self) -> EngineDiedError:
-        """Return an error that describes the end of the process in one line."""
+        """Return an error that describes in one line how the process exited."""
         code = self.child.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        # The last output may still be arriving. The wait is limited, because children may keep the pipe open.
+        # The last output may still be arriving. The wait is bounded, because child processes may keep the pipe open.
         self.listener.join(1.0)
         output = list(self.last_output)
         errors = [line for line in output if re.search(r"Error|crashed", line)] or output
@@ -105,13 +106,13 @@ class Process:
         return EngineDiedError(f"the SGLang engine (process {self.child.pid}) {how}{last}")
 
     def raise_if_dead(self, cause: Exception) -> None:
-        """Raise EngineDiedError if the process ends shortly after `cause`, which its death would explain."""
+        """Raise EngineDiedError if the process exits shortly after `cause`, which that would explain."""
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(GRACE_SECONDS / 2)
             raise self.death() from cause
 
     def send(self, do: str, **what: Any) -> None:
-        """Send a command without waiting."""
+        """Send a command without waiting for the answer."""
         pipe = cast(IO[bytes], self.child.stdin)
         try:
             pipe.write((json.dumps({"do": do, **what}) + "\n").encode())
@@ -120,9 +121,9 @@ class Process:
             raise self.death() from None
 
     def take(self, seconds: float) -> dict | None:
-        """Return the next line that answers a command, or None; put lines about requests into `done` and `failed`.
+        """Return the next answer to a command, or None; move lines about requests to `done` and `failed`.
 
-        This waits at most `seconds` for the first line.
+        Waits at most `seconds` for the first line.
 
         Raises:
             EngineDiedError: the server's output has ended.
@@ -145,9 +146,9 @@ class Process:
         """Wait for the answer to a command and return it.
 
         Raises:
-            EngineDiedError: the server ended before it answered.
-            RuntimeError: the command failed in the server, whose message the error repeats.
-            TimeoutError: no answer within the time limit of a collective.
+            EngineDiedError: the server exited before it answered.
+            RuntimeError: the command failed in the server; the error includes the server's message.
+            TimeoutError: there was no answer within the timeout of collectives.
         """
         end = time.monotonic() + self.timeout
         while time.monotonic() < end:
@@ -165,7 +166,7 @@ class Process:
         return self.answer()
 
     def close(self) -> None:
-        """End the process."""
+        """Shut the process down."""
         self.closing = True
         with suppress(OSError):
             cast(IO[bytes], self.child.stdin).close()
@@ -183,9 +184,9 @@ def lines_of(text: str) -> list[str]:
 
 
 def environment(config: dict) -> dict[str, str]:
-    """Return the environment variables of the server, without torchrun's, which would make the server join the run.
+    """Return the server's environment, without torchrun's variables, which would make the server join the run.
 
-    Values that the user set have priority.
+    Values set by the user take precedence.
     """
     values = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -193,8 +194,8 @@ def environment(config: dict) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
     }
     if config["options"]["device"] == "cpu":
-        # The server shares cores with the ranks, so its threads are not bound to cores. Compiling small helpers would
-        # take more time than it saves.
+        # The server shares cores with the ranks, so its threads are not pinned. Compiling small helpers would take more
+        # time than it saves.
         cores = "|".join(["0"] * config["options"]["tp_size"])
         values |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores, "TORCH_COMPILE_DISABLE": "1"}
     return values | {k: v for k, v in os.environ.items() if not RANK_VARIABLES.fullmatch(k)}

@@ -16,11 +16,11 @@ from spmdrl.spmd.mesh import apart_from_default
 from spmdrl.weights.reshard import Box, inside
 
 ALIGN = 64
-"""Offsets of tensors in a buffer are multiples of this number of bytes."""
+"""Alignment of tensors in a buffer, in bytes."""
 
 
 def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
-    """List name, type and shape of tensors, and the offset of each in a buffer that contains them one after another."""
+    """Return the name, dtype and shape of each tensor, and its offset in a buffer that stores them consecutively."""
     out, at = [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -30,7 +30,7 @@ def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
 
 
 def fetched(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors in host memory. Those of a GPU are copied once, into pinned memory, with one wait for all."""
+    """Return tensors in host memory. GPU tensors are copied to pinned memory, with a single synchronization."""
     if not tensors or tensors[0].device.type == "cpu":
         return tensors
     sizes = [-(-x.nbytes // ALIGN) * ALIGN for x in tensors]
@@ -44,9 +44,9 @@ def fetched(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class SharedMemory:
-    """Passes weights through unnamed shared memory, which the scheduler process of this rank maps.
+    """Passes weights through unnamed shared memory, which this rank's scheduler process maps.
 
-    The system frees it even if the job is killed. Parts that the engine does not read are not written, so they use no
+    The OS frees it even if the job is killed. Slices that the engine does not read are not written, so they use no
     memory.
     """
 
@@ -56,7 +56,7 @@ class SharedMemory:
     def put(self, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> dict:
         """Write one bucket; return the message for the process that reads it.
 
-        parts: for each tensor, the boxes (ranges of indices in every dimension) that the process reads.
+        parts: for each tensor, the boxes (index ranges in every dimension) that the process reads.
         """
         layout = entries(tensors)
         os.ftruncate(self.fd, 0)
@@ -75,12 +75,12 @@ class SharedMemory:
         return {"file": f"/proc/{os.getpid()}/fd/{self.fd}", "entries": layout}
 
     def done(self) -> None:
-        """Return the memory to the system."""
+        """Return the memory to the OS."""
         os.ftruncate(self.fd, 0)
 
 
 class Broadcast:
-    """Broadcasts weights over a group of the rank and the engine's processes, whose GPUs must not be the rank's."""
+    """Broadcasts weights from the rank to the engine's processes, which must not use the rank's GPU."""
 
     def __init__(self, tp: int, backend: str, timeout: float):
         self.tp, self.backend, self.timeout = tp, backend, timedelta(seconds=timeout)
@@ -89,7 +89,7 @@ class Broadcast:
     def _join(self, process: Process) -> dist.ProcessGroup:
         store = dist.TCPStore("127.0.0.1", 0, 1 + self.tp, True, self.timeout, wait_for_workers=False)
         process.send("join", host="127.0.0.1", port=store.port, backend=self.backend)
-        # SGLang's processes make the same calls. No public function of torch creates a group with the processes of
+        # SGLang's processes make the same calls. torch has no public function that creates a group with processes of
         # another program.
         with apart_from_default():
             group, _ = distributed_c10d._new_process_group_helper(
@@ -105,7 +105,7 @@ class Broadcast:
         return cast(dist.ProcessGroup, group)
 
     def push(self, process: Process, tensors: dict[str, torch.Tensor]) -> None:
-        """Broadcast one bucket. Raises RuntimeError if the engine received other bytes."""
+        """Broadcast one bucket. Raises RuntimeError if the engine received different bytes."""
         self.group = self.group or self._join(process)
         layout = entries(tensors)
         for entry, part in zip(layout, fetched(list(tensors.values())), strict=True):
@@ -113,7 +113,7 @@ class Broadcast:
         process.send("receive", entries=layout)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        # The recorder of `--run.lockstep-debug` cannot follow collectives with ranks of another program.
+        # `--run.lockstep-debug` cannot track collectives with ranks of another program.
         with _disable_current_modes():
             for tensor in tensors.values():
                 try:
@@ -124,4 +124,4 @@ class Broadcast:
         process.answer()
 
     def done(self) -> None:
-        """Do nothing, because the group is kept for the next weights."""
+        """No-op, because the group is kept for the next weight update."""

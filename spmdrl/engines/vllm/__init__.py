@@ -1,10 +1,10 @@
-"""The vLLM engine, which runs in the processes of the ranks.
+"""The vLLM engine, which runs inside the training processes.
 
 engine.py   implements the Engine contract
-start.py    starts vLLM inside a rank's process, also if other ranks have no engine
+start.py    starts vLLM inside a rank's process, even if other ranks have no engine
 options.py  sets vLLM's environment variables and arguments
-read.py     computes the likeliest tokens at positions of existing sequences
+read.py     computes the most likely tokens at positions of existing sequences
 cpu.py      adapts vLLM's CPU build
-copies.py   data parallelism of the attention within one engine
+copies.py   data-parallel attention within one engine
 lora.py     LoRA adapters inside vLLM
 """

@@ -1,9 +1,9 @@
-"""Data parallelism inside one vLLM engine: copies of the attention process different requests and share the experts.
+"""Data parallelism inside one vLLM engine: attention replicas process different requests and share the experts.
 
-Every layer of experts is collective over the copies, so all copies run each step together; a copy without requests runs
-an empty batch (as in `vllm/v1/engine/llm_engine.py` of 0.32). Every rank computes the same assignment of requests to
-copies. After each step the copies exchange their tokens, so that every rank of the engine gets every completion. The
-CPU build lacks two collectives for this, which this module adds.
+Expert layers communicate across the replicas, so all replicas (`Copies`) run each step together, and a replica without
+requests runs an empty batch (as in `vllm/v1/engine/llm_engine.py` of 0.32). Every rank computes the same assignment of
+requests to replicas. After each step the replicas exchange their tokens, so that every rank of the engine gets every
+completion. This module also adds two collectives that the CPU build lacks.
 """
 
 import json
@@ -21,12 +21,12 @@ from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.world import World
 
 Row = tuple[str, list[int], list[float], Finish | None]
-"""A request's name, the tokens of one step, their logp, and the finish reason if the request finished."""
+"""A request's name, its tokens from one step, their logp, and the finish reason if the request has finished."""
 
 
 @contextmanager
 def rank_within_engine(cfg: Config, world: World) -> Iterator[None]:
-    """With copies, set RANK to this rank's number inside its engine; vLLM reads it at start to find the rank's copy."""
+    """With replicas, set RANK to this rank's index in its engine, from which vLLM finds its replica at startup."""
     before = os.environ.get("RANK", "0")
     if cfg.rollout.dp > 1:
         os.environ["RANK"] = str(world.engine_tp_rank)
@@ -39,7 +39,7 @@ def rank_within_engine(cfg: Config, world: World) -> Iterator[None]:
 
 
 class Copies:
-    """The assignment of requests to the copies of one engine. All ranks of the engine make the same calls."""
+    """The assignment of requests to the replicas of one engine. All ranks of the engine make the same calls."""
 
     def __init__(self, cfg: Config, world: World):
         from vllm.distributed.parallel_state import get_dp_group
@@ -47,34 +47,34 @@ class Copies:
         self.group: dist.ProcessGroup = get_dp_group().cpu_group
         self.mine = world.engine_tp_rank // cfg.rollout.tp
         self.running = [0] * cfg.rollout.dp
-        """Number of requests of each copy."""
+        """Number of requests on each replica."""
         self.copy_of: dict[str, int] = {}
 
     def take(self, name: str) -> bool:
-        """Assign a request to the copy with the fewest requests; return True if that is this rank's copy."""
+        """Assign a request to the replica with the fewest requests; return True if it is this rank's replica."""
         copy = self.running.index(min(self.running))
         self.running[copy] += 1
         self.copy_of[name] = copy
         return copy == self.mine
 
     def drop(self, name: str) -> bool:
-        """Remove a request that ended; return True if it ran on this rank's copy."""
+        """Remove a finished request; return True if it ran on this rank's replica."""
         copy = self.copy_of.pop(name)
         self.running[copy] -= 1
         return copy == self.mine
 
     @property
     def idle(self) -> bool:
-        """True if this rank's copy has no request."""
+        """True if this rank's replica has no requests."""
         return not self.running[self.mine]
 
     def exchange(self, rows: list[Row]) -> list[Row]:
-        """Return the rows of all copies, in the order of the copies. Collective over the engine."""
+        """Return the rows of all replicas, in replica order. Collective over the engine."""
         return [tuple(row) for text in all_gather_text(json.dumps(rows), self.group) for row in json.loads(text)]
 
 
 def _add_cpu_collectives() -> None:
-    """Add all-gather and reduce-scatter of parts of different sizes to vLLM's communicator on a CPU."""
+    """Add all-gather and reduce-scatter with uneven sizes to vLLM's CPU communicator."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     def all_gatherv(self: Any, input_, dim: int = 0, sizes: list[int] | None = None):
@@ -82,7 +82,7 @@ def _add_cpu_collectives() -> None:
             return [all_gatherv(self, x, dim, sizes) for x in input_]
         assert dim == 0
         counts = sizes or [len(input_)] * self.world_size
-        # Parts are padded to the longest, because gloo gathers only equal parts.
+        # Inputs are padded to the longest, because gloo only gathers equal sizes.
         padded = input_.new_zeros(max(counts), *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = [torch.empty_like(padded) for _ in counts]

@@ -9,28 +9,28 @@ from spmdrl.engines.engine import kv_bytes_per_token
 from spmdrl_kernels.host import host_linear
 
 CPU_KV_BYTES = 256 << 20
-"""Maximum size in bytes of the KV cache of an engine on a CPU, unless the settings give a size."""
+"""Maximum KV cache size on CPU, in bytes, unless the settings specify one."""
 CPU_BLOCK = 32
-"""Number of tokens in one KV block: the minimum that the kernels accept. Samples of a prompt share only complete
-blocks, and vLLM's default of 128 is longer than many prompts."""
+"""Number of tokens per KV block: the minimum that the kernels accept. Samples of a prompt share only complete blocks,
+and vLLM's default of 128 is longer than many prompts."""
 MOST_PACKED = 4 << 30
-"""Maximum total size in bytes of packed linear layers; further layers are not packed."""
+"""Maximum total size of packed linear layers, in bytes; any remaining layers are not packed."""
 
 
 class Packed:
-    """Copies of weights in the layouts of the CPU build's kernels, created at first use, dropped when weights change.
+    """Copies of weights in the layout of the CPU build's kernels, created on first use and dropped when weights change.
 
-    vLLM itself packs weights once at start and drops the plain weights of linear layers, so weights loaded later would
-    be lost or read in the wrong layout. Packed copies in addition to plain weights make products with 16 to 32 rows 1.5
-    times (bfloat16) to 2.4 times (float32) as fast as plain weights alone.
+    vLLM itself packs weights once at startup and drops the plain weights of linear layers, so weights loaded later
+    would be lost or read in the wrong layout. Keeping packed copies next to the plain weights makes matmuls with 16 to
+    32 rows 1.5 times (bfloat16) to 2.4 times (float32) as fast.
     """
 
     def __init__(self):
-        """Disable vLLM's packing. This must happen before vLLM builds a model."""
+        """Disable vLLM's own packing. Must be called before vLLM builds a model."""
         self.linears: dict[tuple[int, torch.Size], Any] = {}
         self.experts: dict[int, torch.Tensor] = {}
         self.widened: set[torch.dtype] = set()
-        """Types that oneDNN cannot multiply on this CPU (bfloat16 without AVX-512); they are multiplied in float32."""
+        """Dtypes that oneDNN cannot multiply on this CPU (bfloat16 without AVX-512); float32 is used for them."""
         self.bytes = 0
         self._keep_plain_linears()
         self._keep_plain_experts()
@@ -42,7 +42,7 @@ class Packed:
         self.bytes = 0
 
     def linear(self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-        """Compute `F.linear` with a weight that keeps its address and values until `clear`."""
+        """Compute `F.linear` with a weight whose address and values do not change until `clear`."""
         from vllm import _custom_ops as ops
 
         key = weight_NK.data_ptr(), weight_NK.shape
@@ -85,7 +85,7 @@ class Packed:
         run, packed = CPUUnquantizedExperts.apply, self.experts
 
         def pack(experts, weight: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-            """Pack projections that are concatenated along `dim`, each padded to the width that the kernel needs."""
+            """Pack projections that are concatenated along `dim`, each padded to the width required by the kernel."""
             size = experts._padded_intermediate_size(experts.moe_config) - weight.shape[dim] // parts
             if size:
                 weight = torch.cat([pad(w, (0, 0) * (2 - dim) + (0, size)) for w in weight.chunk(parts, dim)], dim)
@@ -100,7 +100,7 @@ class Packed:
             inputs = packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, *args
             run(self, output, hidden_states, *inputs, **kwargs)
             if absent is not None and kwargs.get("apply_router_weight_on_input"):
-                # The router's weight is a factor of the input, so the kernel ignores the weights that were set to 0.
+                # The kernel scales the input by the router weight, so it ignores the weights that were set to 0.
                 output.masked_fill_(absent.all(1, keepdim=True), 0)
 
         CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
@@ -110,13 +110,13 @@ class Packed:
 def local_experts(
     weights_TK: torch.Tensor, ids_TK: torch.Tensor, places_E: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Map global ids of experts to ids on this rank; experts of other ranks get the weight 0.
+    """Map global expert ids to ids on this rank; experts of other ranks get weight 0.
 
-    The CPU build's kernel reads memory at every id, so the experts of other ranks get the id 0.
+    The CPU build's kernel reads memory at every id, so experts of other ranks get id 0.
 
-    places_E: id of each expert on this rank, or -1.
+    places_E: local id of each expert on this rank, or -1.
 
-    Returns weights, ids, and True for each expert of another rank.
+    Returns weights, ids, and a mask that is True for experts of other ranks.
     """
     here_TK = places_E[ids_TK.long()]
     absent_TK = here_TK < 0
@@ -124,12 +124,12 @@ def local_experts(
 
 
 def name_shared_memory(token: str) -> list[str]:
-    """Make vLLM's CPU build give the shared memory of TP groups unique names.
+    """Make vLLM's CPU build give unique names to the shared memory of TP groups.
 
-    vLLM derives the name from its rendezvous address, which under an external launcher is the same for every job on the
-    machine. A second job, or a job after a killed one, would find the name in use and fail to start.
+    vLLM derives the name from its rendezvous address, which is the same for every job on the machine under an external
+    launcher. A second job, or one started after a killed job, would find the name in use and fail to start.
 
-    Returns a list to which each name is appended when vLLM creates it.
+    Returns a list to which vLLM's names are appended as they are created.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -144,9 +144,9 @@ def name_shared_memory(token: str) -> list[str]:
 
 
 def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str, tp: int) -> int:
-    """Return the bytes of KV cache for `sequences` sequences of `longest` tokens, at most CPU_KV_BYTES.
+    """Return the KV cache size for `sequences` sequences of `longest` tokens, in bytes, at most CPU_KV_BYTES.
 
-    The cache is no larger than needed, because it is filled with zeros at every wake.
+    The cache is no larger than needed, because it is zeroed at every wake-up.
     """
     blocks = sequences * -(-longest // CPU_BLOCK) + 8
     return min(CPU_KV_BYTES, blocks * CPU_BLOCK * kv_bytes_per_token(config, dtype, tp))

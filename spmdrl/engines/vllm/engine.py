@@ -1,6 +1,6 @@
-"""The Engine contract on vLLM: one engine per rollout TP group, inside the training processes, run step by step.
+"""The Engine contract on vLLM: one engine per rollout TP group, inside the training processes, stepped explicitly.
 
-This file uses vLLM's internals to get the model object, to load weights in place and to free the KV cache. Other files
+This file uses vLLM's internals to access the model object, load weights in place and free the KV cache. Other files
 adapt its CPU build (`cpu.py`), its process groups (`start.py`) and its LoRA adapters (`lora.py`).
 """
 
@@ -48,9 +48,9 @@ log = logging.getLogger("spmdrl")
 
 
 class VLLMEngine:
-    """An engine that samples with vLLM. Implements the contract of `engines/engine.py`.
+    """An engine that samples with vLLM. Implements the `Engine` contract of `engines/engine.py`.
 
-    Routing replay was written from the sources of vLLM 0.32 and is untested, because the CPU build reports no experts.
+    Routing replay was written against the sources of vLLM 0.32 and is untested: the CPU build reports no experts.
     """
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
@@ -72,7 +72,7 @@ class VLLMEngine:
         self.kv_awake = self.weights_awake = True
         self.kinds = tensor_kinds(cfg)
         self.llm, self.packed = start_llm(cfg, world, self.experts is not None)
-        # The types are Any, because vLLM's public types do not describe its internals.
+        # These are Any, because vLLM's public types do not cover its internals.
         self.engine: Any = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         held = [*self.model.named_parameters(), *((f"KV cache {i}", x) for i, x in enumerate(self.runner.kv_caches))]
@@ -99,7 +99,7 @@ class VLLMEngine:
         self.partial[name] = (request, [], [])
         if self.copies and not self.copies.take(name):
             return
-        # Seeds have 63 bits, because vLLM stores them as signed 64-bit integers. Greedy sampling needs no seed.
+        # Seeds have 63 bits, since vLLM stores them as signed 64-bit integers. Greedy sampling needs no seed.
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
@@ -141,7 +141,7 @@ class VLLMEngine:
         return done
 
     def _step(self) -> dict[str, tuple[Any, bool]]:
-        """Run one step of vLLM; return its output for each request, and whether that request is finished."""
+        """Run one vLLM step; return each request's output and whether the request is finished."""
         if self.copies and self.copies.idle:
             self.engine.engine_core.execute_dummy_batch()
             return {}
@@ -149,12 +149,12 @@ class VLLMEngine:
             return {output.request_id: (output.outputs[0], output.finished) for output in self.engine.step()}
 
     def _drop(self, name: str) -> bool:
-        """Remove a request that ended; return True if it ran on this rank."""
+        """Remove a finished request; return True if it ran on this rank."""
         del self.partial[name]
         return self.copies.drop(name) if self.copies else True
 
     def _routed(self, part: Any, rows: int) -> torch.Tensor:
-        """Return `Completion.experts` for `rows` tokens; a token without experts in vLLM's output gets -1."""
+        """Return `Completion.experts` for `rows` tokens; tokens without experts in vLLM's output get -1."""
         routed = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
         return torch.cat([routed, routed.new_full((rows - len(routed), routed.shape[1]), FREE)])
 
@@ -178,7 +178,7 @@ class VLLMEngine:
             assert self.adapters, "adapters are pushed to an engine that was built for them"
             return self.adapters.needs(entries)
         if self.cfg.quantization != "none":
-            # vLLM quantizes a layer when all of it has arrived, so the parts that it reads cannot be recorded.
+            # vLLM quantizes a layer once all of it has arrived, so its reads cannot be recorded.
             return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
         try:
@@ -217,12 +217,12 @@ class VLLMEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Implements `Engine.reset_prefix_cache`. Without it, vLLM would reuse prefixes computed with older weights.
+        """Implements `Engine.reset_prefix_cache`. Otherwise vLLM would reuse prefixes computed with older weights.
 
         Raises:
-            StaleEngineError: vLLM cannot drop the prefixes, because a request uses a part of the cache.
+            StaleEngineError: vLLM cannot drop the prefixes, because a request is using part of the cache.
         """
-        # On a GPU the step in progress may still hold requests that were aborted; the next step releases them.
+        # On GPU, the step in progress may still hold aborted requests; the next step releases them.
         for _ in range(2):
             if self.llm.reset_prefix_cache():
                 return
@@ -238,7 +238,7 @@ class VLLMEngine:
         if self.partial:
             self.abort([request.key for request, _, _ in list(self.partial.values())])
         if level == 2:
-            # Level 2 also drops the version of an engine that already sleeps at level 1.
+            # Level 2 also drops the version of an engine that is already asleep at level 1.
             self.version = None
             if self.on_cpu and not self.weights:
                 self.weights = Parked(self.model.parameters(), "gone", self.world.device)
@@ -249,8 +249,8 @@ class VLLMEngine:
         self.reset_prefix_cache()
         self.kv_awake = False
         if self.on_cpu:
-            # vLLM's sleep mode is for GPUs. On a CPU the weights are in host memory already, so level 1 frees only the
-            # cache.
+            # vLLM's sleep mode only supports GPUs. On CPU the weights are already in host memory, so level 1 frees only
+            # the cache.
             self.cache = Parked(self.runner.kv_caches, "gone", self.world.device)
         else:
             self.llm.sleep(level=level)
@@ -278,7 +278,7 @@ class VLLMEngine:
     def bytes_by_owner(self) -> dict[str, int]:
         """Implements `Engine.bytes_by_owner`.
 
-        On a GPU vLLM's sleep unmaps memory without changing the sizes of storages, so sleeping storages are left out.
+        On GPU, vLLM's sleep mode unmaps memory without changing storage sizes, so sleeping storages are not counted.
         """
         device, adapters = self.world.device.type, self.adapters.buffers() if self.adapters else []
         weights = storage_bytes([*self.model.parameters(), *adapters], device) if self.weights_awake else 0

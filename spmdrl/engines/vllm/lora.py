@@ -1,7 +1,7 @@
-"""LoRA adapters in vLLM: loads base weights into the layers that vLLM wraps, and adapters directly from tensors.
+"""LoRA adapters in vLLM: loads base weights into the layers that vLLM wraps, and loads adapters directly from tensors.
 
-Written against vLLM 0.32 (`vllm/lora`), and read in 0.25.1. vLLM keeps N adapters in buffers of each wrapped layer:
-[N, 1, rank, in] for A and [N, 1, out, rank] for B, with one such pair for each projection that the layer fuses.
+Written against vLLM 0.32 (`vllm/lora`), with the code of 0.25.1 also checked. vLLM keeps N adapters in buffers of each
+wrapped layer, [N, 1, rank, in] for A and [N, 1, out, rank] for B, with one such pair per fused projection.
 """
 
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ NUMBER = 1
 
 
 def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM's LLM for adapters. config: the model's transformers config.
+    """Return the arguments of vLLM's LLM that enable LoRA. config: the model's transformers config.
 
     Raises:
-        ValueError: vLLM does not support adapters of this model on this device.
+        ValueError: vLLM does not support adapters for this model on this device.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -44,9 +44,9 @@ def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
 
 
 def rename_mapper(mapper: Any) -> Any:
-    """Return the part of vLLM's mapper of weights that renames layers without fusing them.
+    """Return the part of vLLM's weight mapper that renames layers without fusing them.
 
-    Its method has another name in vLLM 0.25. mapper: None for a model whose layers have the names of its checkpoint.
+    The mapper's method has a different name in vLLM 0.25. mapper: None if layer names equal checkpoint names.
     """
     if mapper is None:
         return None
@@ -54,9 +54,9 @@ def rename_mapper(mapper: Any) -> Any:
 
 
 def refill(model: Any) -> None:
-    """Write two tables of vLLM's LoRA layers again. They are not buffers, so a sleep at level 2 drops them.
+    """Rewrite two tables of vLLM's LoRA layers. They are not buffers, so sleeping at level 2 drops them.
 
-    The first table maps the logits of TP ranks to the vocabulary. The second one marks the active adapters: none.
+    The first table maps the TP ranks' logits to the vocabulary. The second flags active adapters and is set to none.
     """
     for module in model.modules():
         places = getattr(module, "sharded_to_full_mapping_gpu", None)
@@ -68,7 +68,7 @@ def refill(model: Any) -> None:
 
 
 class Adapters:
-    """The LoRA adapter of an engine: finds the places of its tensors in vLLM's layers, and installs it."""
+    """The LoRA adapter of an engine. Finds where its tensors belong in vLLM's layers, and installs it."""
 
     def __init__(self, runner: Any, cfg: Config):
         """runner: vLLM's model runner with wrapped layers."""
@@ -77,13 +77,13 @@ class Adapters:
 
         self.manager = runner.lora_manager._adapter_manager
         self.rank, self.dtype, self.alone = cfg.lora.rank, DTYPES[cfg.model.dtype], cfg.rollout.tp == 1
-        # Adapters arrive already scaled, so alpha equals the rank and vLLM scales them by 1. vLLM never reads the path
+        # Adapters arrive already scaled, so alpha is set to the rank and vLLM's scale is 1. vLLM never reads the path
         # "pushed", because the adapter is installed before the first request.
         self.helper = PEFTHelper(r=self.rank, lora_alpha=self.rank, target_modules=list(cfg.lora.targets))
         self.request = LoRARequest("policy", NUMBER, "pushed")
         self.mapper = rename_mapper(getattr(self.manager.model, "hf_to_vllm_mapper", None))
         self.places: dict[str, tuple[Any, int]] = {}
-        """Name of a layer before fusion -> (vLLM's wrapper of the fused layer, index among its projections)."""
+        """Layer name before fusion -> (vLLM's wrapper of the fused layer, index among its projections)."""
         for name, module in self.manager.modules.items():
             for i, part in enumerate(self.manager.packed_modules.get(name, [name])):
                 self.places[part] = (module, i)
@@ -91,14 +91,14 @@ class Adapters:
         self.taken: dict[str, torch.Tensor] = {}
 
     def _place(self, name: str) -> tuple[Any, int] | None:
-        """Return the wrapper and the index of the projection to which an adapter's tensor belongs."""
+        """Return the wrapper and projection index to which an adapter tensor belongs."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         return self.places.get(parse_fine_tuned_lora_name(PREFIX + name, self.mapper)[0])
 
     @contextmanager
     def unwrapped(self) -> Iterator[None]:
-        """Remove the wrappers inside this context, so that the model's loader finds the layers by their names."""
+        """Temporarily remove the wrappers, so that the model's loader finds the layers by name."""
         model = self.manager.model
 
         def put(inner: bool) -> None:
@@ -113,7 +113,7 @@ class Adapters:
             put(False)
 
     def _buffer(self, name: str) -> torch.Tensor:
-        """Return the part of a layer's buffer for an adapter's tensor, without padded ranks. Works only without TP."""
+        """Return the slice of a layer's buffer for an adapter tensor, without rank padding. Works only without TP."""
         place = self._place(name)
         assert place
         module, i = place
@@ -123,7 +123,7 @@ class Adapters:
         return module.lora_b_stacked[i][slot, 0, :, : self.rank]
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Implements `Engine.needs`. The result contains complete tensors; vLLM's layers take their parts from these.
+        """Implements `Engine.needs`. The result contains complete tensors; vLLM's layers take their slices from them.
 
         Raises:
             ValueError: vLLM has no adapter for one of the layers.
@@ -137,12 +137,12 @@ class Adapters:
 
     def take(self, bucket: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Keep a bucket's adapters for `install`, and return its other tensors."""
-        # The tensors are copied, because vLLM keeps them while the trainer frees the memory of the bucket.
+        # The tensors are copied, because vLLM keeps them but the trainer frees the bucket's memory.
         self.taken |= {name: x.to("cpu", self.dtype, copy=True) for name, x in bucket.items() if is_adapter(name)}
         return {name: x for name, x in bucket.items() if not is_adapter(name)}
 
     def install(self) -> None:
-        """Install the adapters that `take` kept, replacing earlier ones."""
+        """Install the adapters kept by `take`, replacing earlier ones."""
         from vllm.lora.lora_model import LoRAModel
 
         taken, self.taken = self.taken, {}
@@ -156,9 +156,9 @@ class Adapters:
         self.manager.activate_adapter(NUMBER)
 
     def words(self) -> int:
-        """Return the checksum of the adapters that `needs` marked as counted, computed from the layers' buffers."""
+        """Return the checksum of the adapter tensors that `needs` marked as counted, read from the layers' buffers."""
         return word_sum(self._buffer(name) for name, _ in self.counted)
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return all of vLLM's buffers for adapters."""
+        """Return all of vLLM's adapter buffers."""
         return [x for module, _ in self.places.values() for x in (*module.lora_a_stacked, *module.lora_b_stacked)]

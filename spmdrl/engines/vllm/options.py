@@ -17,27 +17,27 @@ from spmdrl.engines.vllm.lora import lora_options
 from spmdrl.hub.resolve import resolve
 
 GPU_BLOCK = 16
-"""Number of tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
+"""Number of tokens per KV block in vLLM's CUDA build, for most attention kernels."""
 LONGEST = 400
-"""Maximum number of characters of vLLM's error message that spmdrl's message repeats."""
+"""Maximum number of characters of vLLM's error message to include in spmdrl's own."""
 
 
 def set_environment(device: torch.device) -> None:
-    """Set the environment variables that vLLM reads at import, except those that the user set."""
+    """Set the environment variables that vLLM reads at import, except those already set by the user."""
     values = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
     if not os.environ.keys() & {"VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH"}:
-        # vLLM then installs no handlers, so its warnings go to the log file of the rank, and not to the console.
+        # vLLM then installs no log handlers, so its warnings go to the rank's log file instead of the console.
         values["VLLM_CONFIGURE_LOGGING"] = "0"
     if device.type == "cpu":
-        # Cores are not pinned, because every rank of a node would get the same ones. Compiling vLLM's small sampling
-        # helper takes more time than it saves.
+        # Cores are not pinned, because every rank of a node would be pinned to the same ones. Compiling vLLM's small
+        # sampling helper takes more time than it saves.
         values |= {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     else:
-        # FlashInfer's all-reduce, which nobody has run here, keeps workspaces that vLLM's sleep does not free.
+        # FlashInfer's all-reduce, which is untested here, keeps workspaces that vLLM's sleep mode does not free.
         values["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
     for name, value in values.items():
         os.environ.setdefault(name, value)
@@ -45,10 +45,10 @@ def set_environment(device: torch.device) -> None:
 
 @contextmanager
 def refusals_as_warnings() -> Iterator[None]:
-    """Make torch only warn about nondeterministic operations in this context, even under `--run.deterministic`.
+    """Make torch only warn about nondeterministic operations inside this context, even with `--run.deterministic`.
 
-    vLLM's top_p computes running sums of floats, which a GPU adds in no fixed order. An evaluation with `--eval.top-p`
-    below 1 may therefore differ between two runs. Training is not affected, because it samples at top_p 1.
+    vLLM's top_p uses a float cumsum, which adds in no fixed order on GPU, so evaluations with `--eval.top-p` below 1
+    may differ between runs. Training is not affected, because it samples with top_p 1.
     """
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     if strict:
@@ -64,11 +64,11 @@ def refusals_as_warnings() -> Iterator[None]:
 def quantizing(runner: Any, kind: str) -> Iterator[None]:
     """Quantize weights loaded inside this context to 8 bits, unless `kind` is `none`.
 
-    vLLM quantizes a layer when its last weight arrives, with kernels that it chooses by its current config. A load that
-    fails leaves layers on the meta device until they are finalized, so this happens after an error too; the engine
-    needs complete weights afterwards.
+    vLLM quantizes a layer when its last weight arrives, with kernels selected by its current config. A failed load
+    leaves layers on the meta device until they are finalized, so they are finalized after errors too; the engine then
+    needs a complete set of weights.
 
-    runner: vLLM's model runner, on a GPU.
+    runner: vLLM's model runner, on GPU.
     """
     if kind == "none":
         yield
@@ -83,21 +83,21 @@ def quantizing(runner: Any, kind: str) -> Iterator[None]:
         except BaseException as failed:
             try:
                 finalize_layerwise_reload(runner.model, runner.model_config)
-            except Exception as error:  # The error of the load is the one to report.
+            except Exception as error:  # The load error is the one to report.
                 failed.add_note(f"vLLM could not finalize its layers either: {reason(error)}")
             raise
         finalize_layerwise_reload(runner.model, runner.model_config)
 
 
 def reason(error: Exception) -> str:
-    """Return vLLM's error in one line, preceded by the type of the error unless it is a RuntimeError or ValueError."""
+    """Return vLLM's error in one line, prefixed with its type unless it is a RuntimeError or ValueError."""
     message = " ".join(str(error).split()).rstrip(".")
     plain = isinstance(error, RuntimeError | ValueError)
     return (message if plain else f"{type(error).__name__}: {message}")[:LONGEST]
 
 
 def advice(error: Exception) -> str:
-    """Return advice on which settings to change, for an error with which vLLM failed to start."""
+    """Return advice on which settings to change after vLLM failed to start with this error."""
     if "memory" not in str(error).lower():
         return (
             "Try --rollout.engine hf, or other values of --rollout.max-sequences, --rollout.kv-cache-gib, --rollout.tp"
@@ -109,7 +109,7 @@ def advice(error: Exception) -> str:
 
 
 def layout(cfg: Config) -> dict[str, Any]:
-    """Return the arguments of vLLM's LLM for expert parallelism and data parallelism within an engine.
+    """Return the arguments of vLLM's LLM for expert and data parallelism within an engine.
 
     Raises:
         ValueError: the installed vLLM lacks an argument.
@@ -121,7 +121,7 @@ def layout(cfg: Config) -> dict[str, Any]:
     if rollout.ep > 1:
         options["enable_expert_parallel"] = True
     if rollout.dp > 1:
-        # Without async scheduling every step runs the model, so that all copies reach the model's collectives together.
+        # Without async scheduling, every step runs the model, so all replicas reach the model's collectives together.
         options |= {"data_parallel_size": rollout.dp, "async_scheduling": False}
     known = {field.name for field in fields(EngineArgs)}
     if lacking := sorted(options.keys() - known):
@@ -135,7 +135,7 @@ def layout(cfg: Config) -> dict[str, Any]:
 def start_with_zeros() -> None:
     """Make vLLM's dummy loader fill parameters with zeros and leave buffers unchanged.
 
-    By default it writes random numbers, which would remain in padding and constants, which the trainer never sends.
+    By default it writes random numbers, which would remain in padding and constants that the trainer never sends.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -147,7 +147,7 @@ def start_with_zeros() -> None:
 
 
 def has_states(folder: Path, cfg: Config, longest: int) -> bool:
-    """Return True if vLLM reports that layers of the model have states besides keys and values (Mamba, Lfm2)."""
+    """Return True if vLLM reports that the model has state other than keys and values (Mamba, Lfm2)."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
@@ -166,17 +166,17 @@ def has_states(folder: Path, cfg: Config, longest: int) -> bool:
 def _cpu_options(cfg: Config, config: Any, folder: Path, longest: int) -> dict[str, Any]:
     """Return the arguments of vLLM's LLM that only its CPU build needs. config: transformers' text config."""
     stateful = has_states(folder, cfg, longest)
-    # For latent attention vLLM sets the block size itself. On CPUs with AMX it would also choose a kernel that rejects
-    # float32 and that packs weights once at start, so weights that arrive later would have no effect.
+    # For latent attention, vLLM sets the block size itself. On CPUs with AMX it would also pick a kernel that rejects
+    # float32 and packs weights once at startup, so weights loaded later would have no effect.
     latent = getattr(config, "kv_lora_rank", None)
     options: dict[str, Any] = {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
-    # Prompts are not divided into chunks, because samples would then depend on the chunks: after each chunk vLLM resets
-    # the offset of the request's random generator, which a CPU's generator ignores.
+    # Chunked prefill is disabled, because it would make samples depend on the chunks: after each chunk vLLM resets the
+    # offset of the request's random generator, which CPU generators ignore.
     options["enable_chunked_prefill"] = False
     if stateful:
-        # vLLM can cache prefixes of states only with chunked prefill.
+        # vLLM supports prefix caching of states only with chunked prefill.
         options["enable_prefix_caching"] = False
-    # States are as large as the keys and values of many tokens, so models with states get the largest cache.
+    # A state is as large as the keys and values of many tokens, so stateful models get the maximum cache size.
     sizes = config, cfg.rollout.max_sequences, longest, cfg.model.dtype, cfg.rollout.tp
     return options | {"kv_cache_memory_bytes": CPU_KV_BYTES if stateful else cpu_kv_bytes(*sizes)}
 
@@ -190,10 +190,10 @@ def _gpu_options(cfg: Config, config: Any) -> dict[str, Any]:
     if cfg.rollout.quantization != "none":
         options["quantization"] = cfg.rollout.quantization
     if cfg.rollout.tp > 1:
-        # Despite `set_environment`, compiled models would use FlashInfer's all-reduce with its workspaces.
+        # Compiled models would use FlashInfer's all-reduce and its workspaces despite `set_environment`.
         options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if getattr(config, "num_experts_per_tok", None):
-        # Other kernels change the layout of experts at start, and would misread weights that are loaded in place.
+        # Other kernels change the layout of experts at startup, and would misread weights loaded in place.
         options["moe_backend"] = "triton"
     return options
 
@@ -201,7 +201,7 @@ def _gpu_options(cfg: Config, config: Any) -> dict[str, Any]:
 def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     """Build vLLM's LLM for the ranks of one TP group. Collective over them.
 
-    routed: True if completions must report the experts of their tokens; only on a GPU.
+    routed: True if completions must report the experts of their tokens (GPU only).
 
     Raises:
         RuntimeError: vLLM failed to start; the message suggests settings to change.
@@ -224,7 +224,7 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         start_with_zeros()
         options |= {"load_format": "dummy", "hf_overrides": without_quantization(whole)}
     if cfg.engine_ranks > 1 or not on_cpu:
-        # Without this, every engine of one rank would use the first GPU.
+        # Otherwise all single-rank engines would use the first GPU.
         options["distributed_executor_backend"] = "external_launcher"
     if "adapter" in pushed_parts(cfg):
         options |= lora_options(cfg, config, on_cpu)

@@ -1,7 +1,7 @@
-"""Computes the likeliest tokens at the last positions of existing sequences with vLLM.
+"""Computes the most likely tokens at the last positions of existing sequences with vLLM.
 
-The prompt of a request is a sequence without its last token, and one token is generated. vLLM then reports the
-likeliest tokens at every position of the prompt and at that of the generated token, the last one of the sequence.
+Each request's prompt is a sequence without its last token, and one token is generated. vLLM then reports the most
+likely tokens at every prompt position and at the generated position, which is the last one of the sequence.
 
 Shapes: n positions, k tokens.
 """
@@ -16,7 +16,7 @@ from spmdrl_kernels.divergence import log_of_rest
 
 
 def likeliest(engine: Any, requests: list[ScoreRequest], k: int) -> list[Likeliest]:
-    """Return the k likeliest tokens at temperature 1, at each position to score.
+    """Return the k most likely tokens at each position to score, at temperature 1.
 
     engine: vLLM's LLMEngine, which must have no other requests.
     """
@@ -48,9 +48,9 @@ def likeliest(engine: Any, requests: list[ScoreRequest], k: int) -> list[Likelie
 
 
 def _top(rows: list[dict[int, Any]], k: int) -> Likeliest:
-    """Return the k likeliest tokens at each position.
+    """Return the k most likely tokens at each position.
 
-    rows: for each position, vLLM's table of the likeliest tokens, to which it adds the sequence's token.
+    rows: vLLM's dict of the most likely tokens at each position, which also includes the sequence's own token.
     """
     ranked = [sorted(row.items(), key=lambda item: (item[1].rank, -item[1].logprob))[:k] for row in rows]
     ids_nk = torch.tensor([[token for token, _ in row] for row in ranked], dtype=torch.int64)

@@ -1,12 +1,12 @@
 """Starts vLLM inside a rank's process, undoes its side effects there, and limits it to the ranks that have engines.
 
-vLLM creates its process groups in `parallel_state`. It numbers ranks 0 .. n - 1, and all ranks of the default group
-must create each group. Under split placement the training ranks do not start vLLM, so vLLM is given a world that
+vLLM creates its process groups in `parallel_state`. It numbers ranks 0 .. n - 1 and expects all ranks of the default
+group to create each group. With split placement the training ranks do not start vLLM, so vLLM is given a world that
 consists only of the other ranks.
 
-vLLM builds some families from transformers' modules (its Transformers backend: Olmo2, Olmo3, SmolLM3, Starcoder2) and
-changes their classes for `torch.compile`. The trainer's model has the same classes, and its forward would fail with
-these changes, so they are limited to the engine's model.
+vLLM builds some models from transformers' modules (its Transformers backend: Olmo2, Olmo3, SmolLM3, Starcoder2) and
+patches their classes for `torch.compile`. The trainer's model uses the same classes, and its forward pass would fail
+with these patches, so they are limited to the engine's model.
 """
 
 import os
@@ -30,7 +30,7 @@ from spmdrl.spmd.mesh import apart_from_default
 from spmdrl.spmd.world import World
 
 PROMPTS = (3, 20)
-"""Lengths of the trial prompts of a new engine, in tokens."""
+"""Lengths of the warm-up prompts of a new engine, in tokens."""
 
 
 def model_of(llm: Any) -> Any:
@@ -39,10 +39,11 @@ def model_of(llm: Any) -> Any:
 
 
 def rehearse(llm: Any, cfg: Config) -> None:
-    """Sample two tokens after short prompts with any weights, unless the engine has copies. Collective over the engine.
+    """Sample two tokens from short prompts with whatever weights, unless there are replicas. Collective over the
+    engine.
 
     Raises:
-        RuntimeError: vLLM fails. Some kernels reject a model or a data type only when they run.
+        RuntimeError: vLLM fails. Some kernels reject a model or a dtype only when they run.
     """
     from vllm import SamplingParams
 
@@ -65,7 +66,7 @@ def rehearse(llm: Any, cfg: Config) -> None:
 
 
 def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | None]:
-    """Start vLLM's LLM for this rank; return it, and on a CPU its packed weights. Collective over the sampling ranks.
+    """Start vLLM's LLM for this rank; return it with its packed weights on CPU. Collective over the sampling ranks.
 
     routed: as in `build_llm`.
     """
@@ -77,7 +78,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
     shared = []
     if on_cpu and cfg.rollout.tp > 1:
         shared = name_shared_memory(broadcast_text(secrets.token_hex(8), world.rollout_group))
-    # vLLM seeds all generators of the process.
+    # vLLM seeds all random generators of the process.
     with unchanged_generators(world.device), world_of(world.roles.samplers), rank_within_engine(cfg, world):
         packed = Packed() if on_cpu else None
         with restored_classes() as own_classes:
@@ -85,10 +86,10 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
             own_classes(model_of(llm))
         rehearse(llm, cfg)
         if packed:
-            # `rehearse` packed weights that the trainer's first weights replace.
+            # `rehearse` packed weights that the trainer's first weights will replace.
             packed.clear()
     for name in set(shared):
-        # All ranks of the group have mapped the memory. Without a name, the system frees it with the last process.
+        # All ranks of the group have mapped the memory. Once unlinked, the OS frees it when the last process exits.
         Path(f"/dev/shm/{name}_{world.engine_tp_rank % cfg.rollout.tp}").unlink(missing_ok=True)
     if local_world is not None:
         os.environ["LOCAL_WORLD_SIZE"] = local_world
@@ -96,7 +97,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
 
 
 class Overridden:
-    """An object that behaves like a module, but has other values for some of the module's names."""
+    """A proxy for a module that overrides some of its attributes."""
 
     def __init__(self, module: Any, **replaced: Any):
         self._module = module
@@ -108,11 +109,11 @@ class Overridden:
 
 @contextmanager
 def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Make vLLM, if built inside this context, see a world that consists of `ranks`. Collective over `ranks`.
+    """Make vLLM, if built inside this context, see a world that consists only of `ranks`. Collective over `ranks`.
 
-    vLLM creates 2n - 1 groups for n ranks. They are created without splitting the run's NCCL communicator.
+    The 2n - 1 groups that vLLM creates for n ranks do not split the run's NCCL communicator.
 
-    ranks: the ranks that have an engine, ascending.
+    ranks: the ranks that have an engine, in ascending order.
     """
     if len(ranks) == dist.get_world_size():
         with apart_from_default():
@@ -136,7 +137,7 @@ def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         parallel_state.torch = torch  # type: ignore[attr-defined]
-    # After the start, vLLM's sends and receives need the ranks' numbers in the run.
+    # After startup, vLLM's sends and receives need the global ranks of the run.
     for reference in parallel_state._groups.values():
         group = reference()
         if group is not None:
@@ -153,7 +154,7 @@ class _Changed:
     names: dict[str, Any]
 
     def restore(self) -> type:
-        """Restore the class, and return a subclass with vLLM's changes."""
+        """Restore the class, and return a subclass that has vLLM's changes."""
         added = tuple(base for base in self.cls.__bases__ if base not in self.bases)
         changed = {name: x for name, x in vars(self.cls).items() if self.names.get(name) is not x}
         for name in ("__dict__", "__weakref__", "__bases__"):
@@ -164,16 +165,16 @@ class _Changed:
             else:
                 delattr(self.cls, name)
         self.cls.__bases__ = self.bases
-        # vLLM finds the class's source by its name and module.
+        # vLLM locates the class's source by its name and module.
         return type(self.cls.__name__, (self.cls, *added), {**changed, "__module__": self.cls.__module__})
 
 
 @contextmanager
 def restored_classes() -> Iterator[Callable[[torch.nn.Module], None]]:
-    """Record the classes outside vLLM that vLLM changes inside this context, and restore them at the end.
+    """Record the classes outside vLLM that vLLM modifies inside this context, and restore them on exit.
 
-    Yields a function, to be called inside the context with the model that vLLM built. The modules of that model whose
-    class was changed get a subclass with vLLM's changes.
+    Yields a function to call, inside the context, with the model that vLLM built. Modules of that model whose class was
+    modified get a subclass that has vLLM's changes.
     """
     from vllm.compilation import decorators
 

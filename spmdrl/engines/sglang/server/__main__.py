@@ -21,13 +21,13 @@ from draws import seed_at
 from inside import run_scheduler
 
 FLUSH_TRIES = 2000
-"""Maximum number of attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
+"""Maximum number of attempts, 10 ms apart, to flush the cache while the scheduler finishes its last batch."""
 ABORT_AGAIN_SECONDS = 0.1
-"""Seconds between two abort messages for the same request."""
+"""Seconds between abort messages for the same request."""
 
 
 def build(config: dict):
-    """Start SGLang's Engine: a scheduler process per TP rank, and no detokenizer, because the rank exchanges tokens."""
+    """Start SGLang's Engine with a scheduler process per TP rank and no detokenizer: only tokens are exchanged."""
     import multiprocessing
 
     from sglang.srt.entrypoints.engine import Engine
@@ -49,10 +49,11 @@ def build(config: dict):
 
         @classmethod
         def _launch_scheduler_processes(cls, *args, **kwargs):
-            # On a CPU, SGLang collects garbage at every flush. Scanning imported objects would take 0.5 s each time.
+            # On CPU, SGLang runs the garbage collector at every flush. Scanning imported objects would take 0.5 s each
+            # time.
             gc.freeze()
             if on_cpu:
-                # A forked process reuses the imported modules, whose import takes 5 s. CUDA does not allow forks.
+                # A forked process reuses the imported modules, which take 5 s to import. CUDA does not support forking.
                 multiprocessing.set_start_method("fork", force=True)
             return super()._launch_scheduler_processes(*args, **kwargs)
 
@@ -60,9 +61,9 @@ def build(config: dict):
 
 
 def unlink_shared_memory(processes: list[int]) -> None:
-    """Unlink the shared memory that these processes have mapped, so that it is freed when the last of them ends.
+    """Unlink the shared memory that these processes have mapped, so that it is freed when the last of them exits.
 
-    Without this, SGLang would leave files in /dev/shm if a signal ends it.
+    Without this, SGLang would leave files in /dev/shm when killed by a signal.
     """
     for process in processes:
         with open(f"/proc/{process}/maps") as maps:
@@ -82,13 +83,13 @@ class Server:
         self.updating = False
 
     def write(self, **line) -> None:
-        """Write one line to the rank. The write blocks only briefly, because a thread of the rank reads constantly."""
+        """Write one line to the rank. This blocks only briefly, because a thread of the rank reads continuously."""
         data = memoryview((json.dumps(line) + "\n").encode())
         while data:
             data = data[os.write(self.out, data) :]
 
     async def serve(self) -> None:
-        """Answer commands until the rank closes its end of the pipe."""
+        """Serve commands until the rank closes its end of the pipe."""
         reader = asyncio.StreamReader(limit=1 << 30)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         facts = await self.query("facts")
@@ -109,7 +110,7 @@ class Server:
     async def generate(self, requests: list[dict]) -> None:
         """Send requests to the scheduler in one message, and write their completions to the rank.
 
-        requests: each has the keys id, prompt, seed, new (maximum number of new tokens), temperature and top_p.
+        requests: dicts with the keys id, prompt, seed, new (maximum number of new tokens), temperature and top_p.
         """
         ids = [request["id"] for request in requests]
         params = [
@@ -141,13 +142,13 @@ class Server:
                 del self.running[id]
 
     async def abort(self, ids: list[str]) -> None:
-        """Abort requests; return after their last tokens have been written to the rank."""
+        """Abort requests, and return once their last tokens have been written to the rank."""
         from sglang.srt.managers.io_struct import AbortReq
 
         while left := {id: self.running[id] for id in ids if id in self.running}:
             for id in left:
-                # A scheduler ignores an abort that arrives before its request. The abort is therefore sent again until
-                # the request ends; SGLang's abort_request would send it only once.
+                # The scheduler ignores an abort that arrives before its request, so the abort is resent until the
+                # request ends; SGLang's abort_request would send it only once.
                 self.tokenizer_manager._dispatch_to_scheduler(AbortReq(rid=id))
             await asyncio.wait(left.values(), timeout=ABORT_AGAIN_SECONDS)
 
@@ -157,12 +158,12 @@ class Server:
 
         request = GetWeightsByNameReqInput(name=query, truncate_size=0)
         values = await self.tokenizer_manager.get_weights_by_name(request, None)
-        # With DP attention, SGLang returns one list per data-parallel rank. Each list already has the answers of all
-        # processes, so the first is enough.
+        # With DP attention, SGLang returns one list per data-parallel rank. Each list already contains the answers of
+        # all processes, so the first is enough.
         return [int(x) for x in (values[0] if values and isinstance(values[0], list) else values)]
 
     async def begin(self) -> None:
-        """Begin a weight update; first end an unfinished one."""
+        """Begin a weight update, after ending an unfinished one if there is one."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         if self.updating:
@@ -174,7 +175,7 @@ class Server:
     async def load(self, workers: list[dict]) -> None:
         """Load one bucket from shared memory.
 
-        workers: for each scheduler process, the file and the entries of the tensors in it.
+        workers: for each scheduler process, the shared-memory file and the entries of its tensors.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -183,7 +184,7 @@ class Server:
         self.check(await self.tokenizer_manager.update_weights_from_tensor(request, None))
 
     async def join(self, host: str, port: int, backend: str) -> None:
-        """Join the group over which the spmdrl rank broadcasts weights. That rank is number 0 in the group."""
+        """Join the process group over which the spmdrl rank broadcasts weights, as rank 0 of the group."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         request = InitWeightsUpdateGroupReqInput(
@@ -197,7 +198,7 @@ class Server:
         self.check(await self.tokenizer_manager.init_weights_update_group(request, None))
 
     async def receive(self, entries: list[dict]) -> None:
-        """Receive one bucket over the group that `join` created."""
+        """Receive one bucket over the process group created by `join`."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         await self.query(f"expect {json.dumps([e['hash'] for e in entries])}")
@@ -220,8 +221,8 @@ class Server:
 
     async def flush(self) -> None:
         """Empty the prefix cache when the scheduler is idle."""
-        # After the last batch SGLang's scheduler may sleep for a second. Every message wakes it, so the flush is
-        # repeated instead of waiting inside SGLang.
+        # After its last batch, SGLang's scheduler may sleep for a second. Every message wakes it, so the flush is
+        # retried instead of waiting inside SGLang.
         for _ in range(FLUSH_TRIES):
             result = await self.tokenizer_manager.flush_cache()
             if result.success:
@@ -230,27 +231,27 @@ class Server:
         self.check((False, f"the prefix cache could not be emptied: {result.message or 'requests are running'}"))
 
     async def release(self, tags: list[str]) -> None:
-        """Free the memory of `tags`, which may be `weights` and `kv_cache`."""
+        """Free the memory of `tags` (`weights`, `kv_cache`)."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self.flush()
         await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def resume(self, tags: list[str]) -> None:
-        """Allocate the memory of `tags` again."""
+        """Reallocate the memory of `tags`."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
 
     @staticmethod
     def check(result: tuple[bool, str]) -> None:
-        """Raise RuntimeError if SGLang reports that a step failed."""
+        """Raise RuntimeError if SGLang reports a failure."""
         if not result[0]:
             raise RuntimeError(result[1] or "SGLang refused without a reason")
 
 
 def main() -> None:
-    """Serve the rank that started this process until that rank ends."""
+    """Serve the rank that started this process until that rank exits."""
     config = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process dies with its parent
     if os.getppid() != config["parent"]:

@@ -22,21 +22,20 @@ seeds = shared("spmd/seeds.py")
 
 
 def seed_at(seed: int, prompt_length: int) -> int:
-    """Return the seed whose random number at position `prompt_length - 1` is that of `seed` at position 0.
+    """Return the seed that draws, at position `prompt_length - 1`, the random number that `seed` draws at position 0.
 
-    SGLang counts positions from the start of the sequence, the other engines from the first new token.
+    SGLang counts positions from the start of the sequence; the other engines count from the first new token.
     """
     return seeds.signed(seed - (prompt_length - 1) * seeds.GOLDEN)
 
 
 def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the next token of each row [B], and the logp of all tokens [B, V].
+    """Sample the next token of each row [B]; return it with the logp of all tokens [B, V].
 
     A greedy row (temperature 0) takes the most likely token, with logp at temperature 1. Other rows draw by inverse
     transform sampling at their temperature, within top_p.
 
-    info: SGLang's SamplingBatchInfo. The function reads only those of its flags that are on the host, so it never waits
-    for the device.
+    info: SGLang's SamplingBatchInfo. Only its host-side flags are read, so there is no device synchronization.
     """
     logp_BV = torch.log_softmax(logits_BV.float() / info.temperatures, -1)
     greedy_B = info.top_ks == 1
@@ -53,7 +52,7 @@ def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[
 
 
 def install_sampler() -> None:
-    """Make SGLang draw tokens by `draw`, with the seeds of the requests.
+    """Make SGLang draw tokens with `draw`, using the seeds of the requests.
 
     SGLang's seeded sampling needs --enable-deterministic-inference, which no attention backend on a CPU supports. A
     registered sampling backend would not work either, because on a CPU SGLang always uses `pytorch`.

@@ -1,6 +1,6 @@
-"""Changes how SGLang's scheduler processes load weights, free memory on a CPU, run experts and share attention.
+"""Patches how SGLang's scheduler processes load weights, free memory on CPU, run experts and share attention.
 
-Shapes: T tokens, D hidden width, K experts of a token.
+Shapes: T tokens, D hidden size, K experts per token.
 """
 
 import json
@@ -14,11 +14,11 @@ from draws import install_sampler, shared
 
 checksum, loader = shared("spmd/checksum.py"), shared("engines/needs.py")
 NAP_MS = 5
-"""Milliseconds after which an idle scheduler looks for work again."""
+"""Polling interval of idle schedulers, in milliseconds."""
 
 
 def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of one bucket as views of the shared memory that the rank filled."""
+    """Return the tensors of one bucket as views of the shared memory that the rank has filled."""
     with open(file, "r+b") as f:
         memory = mmap.mmap(f.fileno(), 0)
     flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -41,9 +41,9 @@ def of_all(mine: list[float], group) -> list[list[float]]:
 
 
 def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
-    """Compare hashes of tensors on all processes; return one error text on all of them, empty if all hashes agree.
+    """Verify tensor hashes on all processes; return the same error message on all of them, or "" if all hashes match.
 
-    parts: name, the part that this process reads, and the sender's hash of it. Collective over `group`.
+    parts: (name, slice that this process reads, the sender's hash of the slice). Collective over `group`.
     """
     wrong = next((name for name, tensor, sent in parts if int(checksum.digest(tensor.cpu())) != sent), "")
     names = (bytes(map(int, name)).decode() for name in of_all([float(b) for b in wrong.encode()], group))
@@ -57,7 +57,7 @@ def storages(tensors) -> list[torch.UntypedStorage]:
 
 
 class Held:
-    """The memory of one scheduler process. It can be freed on a CPU too, which SGLang supports only for CUDA."""
+    """The memory of one scheduler process. It can also be freed on CPU, which SGLang itself supports only on CUDA."""
 
     def __init__(self, runner: Any):
         buffers = [value for name, value in vars(runner.token_to_kv_pool).items() if re.fullmatch("k?v?_buffer", name)]
@@ -71,7 +71,7 @@ class Held:
     def resize(self, name: str, there: bool) -> None:
         """Free or allocate the storages of `name`, `weights` or `kv_cache`.
 
-        Tensors that use them remain valid, but lose their values.
+        Tensors that use them stay valid but lose their values.
 
         there: True to allocate, False to free.
         """
@@ -79,7 +79,7 @@ class Held:
             storage.resize_(size if there else 0)
 
     def facts(self) -> list[float]:
-        """Return this process's bytes of weights and of KV cache."""
+        """Return the sizes of this process's weights and KV cache, in bytes."""
         return [sum(self.sizes["weights"]), sum(self.sizes["kv_cache"])]
 
     def words(self) -> list[float]:
@@ -88,12 +88,12 @@ class Held:
         return [words >> 32, words & 0xFFFFFFFF]
 
     def needs(self, request: dict) -> list[float]:
-        """Find the parts of tensors that this process reads, and the weights that no tensor fills.
+        """Find the tensor slices that this process reads, and the weights that no tensor fills.
 
-        request: name, shape and type of each tensor, and the kinds of tensors in the model's folder.
+        request: name, shape and dtype of each tensor, and the kinds of tensors in the model folder.
 
-        Returns a flat list: the length and the bytes of a text with one unfilled weight per line; `Needs.exact`; then
-        for each part the index of its tensor, `counted`, the number of dimensions, and its box.
+        Returns a flat list: the length and bytes of a string with one unfilled weight per line; `Needs.exact`; then,
+        for each slice, the index of its tensor, `counted`, the number of dimensions, and its box.
         """
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in request["tensors"]]
         found = loader.watched_load(self.runner.model.load_weights, tensors)
@@ -109,7 +109,7 @@ class Held:
 def install_weights(expected: dict[str, Any]) -> None:
     """Make SGLang read weights from the rank's memory instead of a pickle, and verify the hashes of all weights.
 
-    expected: hashes and group of the next broadcast bucket, which are removed when it has arrived.
+    expected: hashes and process group of the next broadcast bucket; removed once the bucket has arrived.
     """
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
@@ -154,7 +154,7 @@ def install_weights(expected: dict[str, Any]) -> None:
 def install_zeros() -> None:
     """Make SGLang's dummy loader fill parameters with zeros and leave buffers unchanged.
 
-    By default it writes random numbers, which would remain in padding and constants, which the trainer never sends.
+    By default it writes random numbers, which would remain in padding and constants that the trainer never sends.
     """
     from sglang.srt import model_loader
 
@@ -166,11 +166,11 @@ def install_zeros() -> None:
 
 
 def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
-    """Make SGLang answer the rank's queries about memory and weights, and free memory on a CPU.
+    """Make SGLang answer the rank's queries about memory and weights, and free memory on CPU.
 
-    The queries arrive as names of weights in SGLang's command `get_weights_by_name`.
+    Queries are sent as weight names in SGLang's `get_weights_by_name` command.
 
-    expected: dict that the query `expect` fills for `install_weights`.
+    expected: dict that the `expect` query fills for `install_weights`.
     """
     from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
@@ -185,7 +185,7 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
             expected.update(hashes=json.loads(rest), group=self.tp_cpu_group)
             return GetWeightsByNameReqOutput(parameter=[])
         answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[query]()
-        # The numbers of each process are preceded by their count, so that the rank can separate them.
+        # Each process's numbers are preceded by their count, so that the rank can separate them.
         value = [x for numbers in of_all(answer, self.tp_cpu_group) for x in (float(len(numbers)), *numbers)]
         return GetWeightsByNameReqOutput(parameter=value)
 
@@ -207,9 +207,9 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
 
 
 def install_experts() -> None:
-    """Make the forward of experts on a CPU skip the id -1, with which SGLang marks an expert of another process.
+    """Make the CPU forward pass of experts skip id -1, which SGLang uses for experts of other processes.
 
-    It also handles the empty batch of a data-parallel copy of the attention.
+    It also handles empty batches of data-parallel attention replicas.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -222,7 +222,7 @@ def install_experts() -> None:
             return native(layer, x_TD, topk_output, config)
         out_TD = torch.zeros_like(x_TD)
         if len(token):
-            # Each pair of a token and a local expert becomes a row. Replacing the ids -1 by another id would not work,
+            # Each pair of a token and a local expert becomes a row. Replacing -1 with another id would not work,
             # because SGLang counts an expert only once per row.
             ids, weights = ids_TK[token, place, None], weights_TK[token, place, None]
             pairs = topk_output._replace(topk_ids=ids, topk_weights=weights)
@@ -233,9 +233,9 @@ def install_experts() -> None:
 
 
 def install_copies() -> None:
-    """Add to SGLang on a CPU the two collectives and the fill value that data-parallel attention needs.
+    """Add the two collectives and the fill value that data-parallel attention needs to SGLang on CPU.
 
-    SGLang implements these collectives only for NCCL. Parts have different lengths (`sizes`) and are padded to the
+    SGLang implements these collectives only for NCCL. Ranks contribute different lengths (`sizes`), padded to the
     longest.
     """
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -267,7 +267,7 @@ def install_copies() -> None:
 
 
 def install_naps() -> None:
-    """Make idle schedulers look for work every few milliseconds, under data parallelism of the attention.
+    """Make idle schedulers poll for work every few milliseconds, under data-parallel attention.
 
     All schedulers run every step together, but a message wakes only one of them; the others could sleep for a second.
     """
@@ -277,7 +277,7 @@ def install_naps() -> None:
 
 
 def run_scheduler(server_args, port_args, *rest) -> None:
-    """Run SGLang's scheduler process with the changes of this module."""
+    """Run SGLang's scheduler process with the patches of this module."""
     install_sampler()
     expected: dict[str, Any] = {}
     install_weights(expected)
