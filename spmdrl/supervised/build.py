@@ -35,20 +35,20 @@ from spmdrl.supervised.run import SupervisedRun
 
 @dataclass
 class Start:
-    """The tokenizer, length limit and encoder of a job, which are available before the models are built."""
+    """A job's tokenizer, length limit and encoder, which are available before the models are built."""
 
     folder: Path
-    """Folder of the model, from which the tokenizer was read."""
+    """The model folder, from which the tokenizer was loaded."""
     tokenizer: Any
     longest: int
-    """Maximum number of tokens of a sequence."""
+    """Maximum number of tokens per sequence."""
     encode: Encode
 
 
 def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
-    """Read the tokenizer and the length limit of the model, and build the encoder.
+    """Load the model's tokenizer and length limit, and build the encoder.
 
-    encoder: function (tokenizer, maximum number of tokens of a sequence) -> encoder of the rows.
+    encoder: function (tokenizer, maximum number of tokens per sequence) -> row encoder.
     """
     trust = cfg.model.trust_remote_code
     tokenizer, longest = load_tokenizer(folder, trust), min(cfg.data.max_tokens, context_length(folder, trust))
@@ -56,7 +56,7 @@ def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Enc
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
-    """Build the model that is trained. Collective. share: whether sequences share the computation of their prompt."""
+    """Build the trained model. Collective. share: whether to compute a prompt shared by several sequences only once."""
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
@@ -70,13 +70,13 @@ def frozen(
 ) -> Any:
     """Build a frozen language model. Collective.
 
-    path: path of the model; empty: `--model.path`. flag: name of the setting that holds the path, for messages.
-    learning: the policy. If the policy has LoRA adapters and started from this model, the result is the policy without
-    its adapters, not a second copy. average: whether the model will be updated as a moving average of the policy's
+    path: model path, or empty for `--model.path`. flag: name of the setting that holds the path, for messages.
+    learning: the policy. If it has LoRA adapters and this model as its base, the policy with its adapters disabled is
+    returned instead of a second copy. average: whether the model will be updated as a moving average of the policy's
     weights.
 
     Raises:
-        ValueError: the tokenizer of the model differs from the policy's.
+        ValueError: the model's tokenizer differs from the policy's.
     """
     cfg = session.cfg
     if learning and cfg.lora.rank and path in ("", cfg.model.path):
@@ -99,7 +99,7 @@ def last_of_rows(held_out: Placed) -> list[Any]:
 
 @dataclass
 class Progress:
-    """State that checkpoints store in addition to the models. Implements `session.checkpoints.Kept`."""
+    """State that is checkpointed in addition to the models. Implements `session.checkpoints.Kept`."""
 
     data: Rows
     objective: Objective
@@ -126,10 +126,10 @@ def assemble(
 ) -> SupervisedRun:
     """Build a job from its rows, models and loss. Collective over all ranks.
 
-    pack: (sequences of this rank, number of the step, or MEASURE for an evaluation) -> batch. known: computes numbers
-    for tokens before the models are built; None: the job needs no such numbers. prompts_of: selects the held-out
-    sequences whose beginnings are the prompts of `--generate`; None: the last sequence of each row. A prompt consists
-    of the tokens before the last trained part of its sequence.
+    pack: (this rank's sequences, step number, or MEASURE for an evaluation) -> batch. known: computes per-token values
+    before the models are built, or None if the job needs none. prompts_of: selects the held-out sequences that provide
+    the prompts of `--generate`; by default the last sequence of each row. A prompt consists of the tokens before the
+    last trained span of its sequence.
     """
     cfg, world = session.cfg, session.world
     check_attention(cfg, world.device)
@@ -178,7 +178,7 @@ def assemble(
 
 
 def note_template(session: Session[SupervisedConfig], tokenizer: Any) -> None:
-    """Log which template is used if the tokenizer has none. Warn if a template ends turns without a control token."""
+    """Log which template is used if the tokenizer has none. Warn if the template ends turns without a control token."""
     cfg = session.cfg
     template = job_template(cfg, tokenizer)
     if template and not getattr(tokenizer, "chat_template", None):
@@ -193,10 +193,10 @@ def note_template(session: Session[SupervisedConfig], tokenizer: Any) -> None:
 
 
 def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Placed:
-    """Return the sequences of the held-out rows, the same on every rank; empty if the job does not evaluate.
+    """Return the sequences of the held-out rows, identical on all ranks, or an empty list if the job does not evaluate.
 
     Raises:
-        ValueError: the rows are a stream or cannot be read, or none of them can be used.
+        ValueError: the rows are a stream or cannot be read, or none of them is usable.
     """
     cfg = session.cfg
     if not cfg.data.eval or not cfg.eval.every:
@@ -224,7 +224,7 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
 
 
 def digest(cfg: SupervisedConfig) -> str:
-    """Return a hash of the sources of `--data.train` and their file sizes. A resume uses it to find a changed file."""
+    """Return a hash of the `--data.train` sources and their file sizes, used to detect changed files on resume."""
     sources = []
     for spec in cfg.data.train:
         path = Path(split_weight(spec)[0]).expanduser()
@@ -233,7 +233,7 @@ def digest(cfg: SupervisedConfig) -> str:
 
 
 class Generators:
-    """States of a rank's random number generators, for checkpoints. Implements `session.checkpoints.RankKept`."""
+    """Checkpoints the states of a rank's random number generators. Implements `session.checkpoints.RankKept`."""
 
     def __init__(self, world: World):
         self.world = world

@@ -1,4 +1,4 @@
-"""Turns a row of a data set into sequences of tokens with a loss mask, or refuses the row with a reason."""
+"""Turns a dataset row into token sequences with a loss mask, or rejects the row with a reason."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,26 +19,26 @@ from spmdrl.data.turns import trained_sequences
 
 @dataclass
 class Encoded:
-    """The sequences of one row, and notes about them."""
+    """The sequences of one row, with notes about them."""
 
     sequences: list[Masked] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    """Number of each sequence within its row. If the list is empty, the numbers are 0, 1, ..."""
+    """Index of each sequence within its row. An empty list stands for 0, 1, ..."""
     notes: Counter = field(default_factory=Counter)
-    """Name -> count. The names are truncated, dropped, split, departs, unstopped and unanswered (docs/sft.md). Notes of
-    the first rows also count columns that the chat template does not show (`data.shown.UNSHOWN`)."""
+    """Name -> count. The names are truncated, dropped, split, departs, unstopped and unanswered (docs/sft.md). For the
+    first rows, columns that the chat template does not render (`data.shown.UNSHOWN`) are also counted."""
 
 
 class Encoder:
-    """Encodes rows by the settings of `--data`."""
+    """Encodes rows according to the `--data` settings."""
 
     def __init__(self, data: SupervisedDataConfig, tokenizer: Any, longest: int, train_on: str = "assistant"):
-        """Prepare the chat template and the columns.
+        """Prepare the chat template and column names.
 
-        longest: maximum number of tokens of a sequence. train_on: the value of `--sft.train-on`.
+        longest: maximum number of tokens per sequence. train_on: the value of `--sft.train-on`.
 
         Raises:
-            TemplateError: the chat template does not show the message of a user.
+            TemplateError: the chat template does not render user messages.
             ValueError: the template does not use a variable of `--data.template-kwargs`.
         """
         self.data, self.tokenizer, self.longest, self.train_on = data, tokenizer, longest, train_on
@@ -47,7 +47,7 @@ class Encoder:
         self.renderer = Renderer(tokenizer, template, template_kwargs(data))
         check_read(self.renderer, template_kwargs(data))
         self.looked = 0
-        """Number of rows with tools or variables whose rendering was checked. Only the first `LOOKED` are checked."""
+        """Number of rows with tools or template variables that were checked; only the first `LOOKED` are."""
         self.columns = Columns(
             data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
         )
@@ -63,12 +63,12 @@ class Encoder:
 
         Raises:
             RowError: the row cannot be used.
-            TemplateError: the template refuses the row, or the tokens of a turn cannot be determined.
+            TemplateError: the template rejects the row, or the tokens of a turn cannot be determined.
         """
         return self.fitted(self.rendered(example))
 
     def rendered(self, example: Example) -> Encoded:
-        """Encode an example without a limit on its length. It raises the same errors as `encode`."""
+        """Encode an example without limiting its length. Raises the same errors as `encode`."""
         data = self.data
         wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
         if not example.dialogue and example.prompt and wanted:
@@ -88,9 +88,9 @@ class Encoder:
         return self._dialogue(example)
 
     def _plain(self, example: Example) -> Encoded:
-        """Encode a text without a chat template, and add the end token if the text does not end with it.
+        """Encode text without a chat template, appending the end token if the text does not end with it.
 
-        The tokens of a prompt are not trained, unless `--sft.train-on` is `all`. The first token is never trained.
+        Prompt tokens are masked out unless `--sft.train-on` is `all`. The first token is always masked out.
         """
         tokenizer, every = self.tokenizer, self.train_on == "all"
         if example.prompt:
@@ -128,7 +128,7 @@ class Encoder:
     def _trained(self, example: Example) -> set[int]:
         """Return the indices of the messages that are trained.
 
-        A field of a message that sets whether it is trained overrides `--sft.train-on`.
+        A message's own field that says whether it is trained overrides `--sft.train-on`.
         """
         assert example.dialogue
         turns = [i for i, message in enumerate(example.dialogue.messages) if message["role"] == "assistant"]
@@ -136,10 +136,10 @@ class Encoder:
         return {i for i in turns if own[i] or (own[i] is None and (self.train_on != "last" or i == turns[-1]))}
 
     def fitted(self, out: Encoded) -> Encoded:
-        """Truncate or drop sequences that are too long, depending on `--data.too-long`.
+        """Truncate or drop overlong sequences, depending on `--data.too-long`.
 
         Raises:
-            RowError: truncation leaves no trained token of the row.
+            RowError: no trained token of the row is left after truncation.
         """
         longest, kept = self.longest, []
         for sequence in out.sequences:

@@ -1,4 +1,4 @@
-"""Reads the data of supervised jobs before ranks connect, so that a mistake in the data ends the job early."""
+"""Reads the data of supervised jobs before ranks connect, so that mistakes in the data are reported early."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ C = TypeVar("C", bound=SupervisedConfig)
 
 
 def settle(job: Job[Any], loaded: Loaded[Any]) -> Loaded[Any]:
-    """Return the settings with the number of steps filled in, and with a chat template if the rows need one.
+    """Return the settings with the number of steps filled in and a chat template added if the rows need one.
 
     Raises:
         ValueError: the model's tokenizer or the rows cannot be used.
@@ -28,7 +28,7 @@ def settle(job: Job[Any], loaded: Loaded[Any]) -> Loaded[Any]:
 
 
 def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
-    """Print the settings, the plan and a preview of the first rows. Raises ValueError as `preview` does."""
+    """Print the settings, the plan and a preview of the first rows. Raises the same ValueError as `preview`."""
     assert job.begin is not None, "a job on given rows encodes them"
     config, begun = loaded.config, job.begin(loaded.config)
     seen = preview(begun.encode, begun.tokenizer, open_mixture(config))
@@ -36,11 +36,11 @@ def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
 
 
 def with_steps(cfg: C, mixture: Mixture) -> C:
-    """Return the settings; if `--run.steps` is 0, replace it by the number of steps of the epochs.
+    """Return the settings, with `--run.steps` 0 replaced by the number of steps in `--data.epochs`.
 
     Raises:
-        ValueError: the number of rows is unknown; or `--checkpoint.best` needs an evaluation, but no evaluation before
-            the last step measures a saved checkpoint.
+        ValueError: the number of rows is unknown; or `--checkpoint.best` is set, but no evaluation before the last step
+            measures a saved checkpoint.
     """
     if cfg.run.steps:
         return cfg
@@ -53,14 +53,14 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
 
 
 def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
-    """Return the settings with ChatML as the chat template, if the tokenizer has none and the first rows need one.
+    """Return the settings, with ChatML as the chat template if the tokenizer has none and the first rows need one.
 
-    An added template is recorded with the run and saved with the model. begin: builds the tokenizer and the encoder
-    (`Job.begin`). mixture: the rows of `--data.train`.
+    The added template is recorded with the run and saved with the model. begin: loads the tokenizer and builds the
+    encoder (`Job.begin`). mixture: the rows of `--data.train`.
 
     Raises:
-        ValueError: the model's tokenizer cannot be read; or some of the first rows need ChatML, and others are pairs of
-            plain text, which ChatML would render as dialogues.
+        ValueError: the model's tokenizer cannot be read; or some of the first rows need ChatML while others are
+            plain-text pairs, which ChatML would render as dialogues.
     """
     if cfg.data.chat_template or cfg.data.chat == "off":
         return cfg
@@ -73,7 +73,7 @@ def with_template(cfg: C, begin: Callable[[C], Any], mixture: Mixture) -> C:
     row = next((each for each in drawn if not _takes(begun.encode, each) and _takes(rendered, each)), None)
     if row is None:
         return cfg
-    # Without a template, --data.chat on refuses exactly the rows that a template would render.
+    # Without a template, --data.chat on rejects exactly the rows that a template would render.
     if pair := next((each for each in drawn if _takes(begun.encode, each) and not _takes(as_chat, each)), None):
         raise ValueError(
             f"{row.where} needs a chat template, which the tokenizer lacks, and {pair.where} is a plain pair, which "

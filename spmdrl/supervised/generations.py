@@ -1,4 +1,4 @@
-"""Samples answers of the model of a supervised job, with an engine that sleeps during updates."""
+"""Samples answers from a supervised job's model, with an engine that sleeps during updates."""
 
 import json
 from dataclasses import replace
@@ -18,19 +18,19 @@ from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.seeds import seed_for
 
-ANSWERS = 0x5F7  # This part of each answer's seed keeps it different from the seeds of other random draws.
+ANSWERS = 0x5F7  # Part of each answer's seed, to make it differ from the seeds of other random draws.
 
 
 class Generations:
-    """Samples answers of the trained model to fixed prompts."""
+    """Samples the trained model's answers to fixed prompts."""
 
     def __init__(
         self, session: Session[SupervisedConfig], models: Models, tokenizer: Any, folder: Path, sequences: list[Masked]
     ):
         """Start the engine. Collective.
 
-        sequences: held-out sequences, the same on every rank. Their beginnings are the prompts, without those that are
-        too long for the model.
+        sequences: held-out sequences, identical on all ranks. Each provides a prompt; prompts too long for the model
+        are skipped.
         """
         cfg, world = session.cfg, session.world
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
@@ -47,12 +47,13 @@ class Generations:
             pass
         longest, pairs = prompt_limit(run, folder, "generate.max_new_tokens"), map(split, sequences)
         self.pairs = [pair for pair in pairs if len(pair[0]) <= longest][: cfg.generate.prompts]
-        """For each prompt: (tokens of the prompt, tokens of the reference answer)."""
+        """For each prompt: (prompt tokens, reference answer tokens)."""
 
     def sample(self, step: int) -> list[dict]:
         """Sample an answer to each prompt, and return the rows for samples.jsonl. Collective.
 
-        A row has the prompt, the sampled completion and the data's reference answer. All ranks return the same rows.
+        Each row has the prompt, the sampled completion and the reference answer from the data. All ranks return the
+        same rows.
         """
         settings, engine, rows = self.cfg.generate, self.engine, {}
         with self.memory.rollout_phase():
@@ -80,7 +81,7 @@ class Generations:
 
 
 def split(sequence: Masked) -> tuple[list[int], list[int]]:
-    """Return the tokens before the last trained part of a sequence, and the tokens of that part."""
+    """Return the tokens before the last trained span of a sequence, and the tokens of that span."""
     mask, tokens = sequence.mask.tolist(), sequence.tokens.tolist()
     end = len(mask) - mask[::-1].index(True)
     start = end

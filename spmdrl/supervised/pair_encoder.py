@@ -1,4 +1,4 @@
-"""Turns a row of preference data into a sequence for each side (chosen, rejected), or refuses the row with a reason."""
+"""Turns a preference row into a sequence per side (chosen, rejected), or rejects the row with a reason."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -19,17 +19,17 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class PairEncoder:
-    """Encodes rows by the settings of `--data`. Each side of a pair, or each labelled response, is one sequence."""
+    """Encodes rows according to the `--data` settings. Each side of a pair, or labelled response, is one sequence."""
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
         """Read the settings.
 
-        pairs: whether rows must be pairs. If not, each side is a labelled response, and a row may have only one side.
-        beside: whether to add sequences that join this row's prompt and a response of the previous row. They are not
-        trained, but KTO estimates the KL from them.
+        pairs: whether rows must be pairs. Otherwise each side is a labelled response, and a row may have just one.
+        beside: whether to add sequences that combine this row's prompt with the previous row's responses. They are not
+        trained on; KTO uses them to estimate the KL.
 
         Raises:
-            TemplateError: the chat template does not show the message of a user.
+            TemplateError: the chat template does not render user messages.
         """
         self.encoder, self.system = Encoder(data, tokenizer, longest), data.system
         self.pairs, self.beside = pairs, beside
@@ -54,7 +54,7 @@ class PairEncoder:
             out.notes += one.notes
             out.sequences += one.sequences
         if len(out.sequences) < len(found.sides):
-            # A side was dropped because it is too long, so the whole row is left out.
+            # A side was dropped for being too long, so the whole row is dropped.
             return Encoded(notes=out.notes)
         if len(out.sequences) == 2 and torch.equal(out.sequences[CHOSEN].tokens, out.sequences[REJECTED].tokens):
             within = f" up to token {self.encoder.longest} (--data.max-tokens)" if out.notes["truncated"] else ""
@@ -63,14 +63,14 @@ class PairEncoder:
             for sequence in out.sequences:
                 sequence.numbers["margin"] = found.margin
         for example in self._mismatched(found, before) if before else []:
-            with suppress(ValueError):  # an example that cannot be encoded is left out of the estimate
+            with suppress(ValueError):  # examples that cannot be encoded are omitted from the estimate
                 out.sequences += self.encoder.encode(example).sequences[:1]
         more = len(out.sequences) - len(out.samples)
         out.samples += range(MISMATCHED, MISMATCHED + more)
         return out
 
     def _mismatched(self, found: Preference, before: dict) -> list[Example]:
-        """Return examples of this row's prompt with each response of another row."""
+        """Return examples that combine this row's prompt with each response of another row."""
         try:
             others = preference_of(before, self.columns, self.system).sides.values()
         except RowError:
@@ -97,7 +97,7 @@ class PairEncoder:
 def answered(prompt: Example, response: Example, system: str = "") -> Example:
     """Return an example with the prompt of one example and the response of another.
 
-    system: system message for examples that are not dialogues yet (as in `as_dialogue`).
+    system: system message for examples that are not dialogues yet, as in `as_dialogue`.
 
     Raises:
         RowError: one of the examples has no response.
@@ -113,7 +113,7 @@ def answered(prompt: Example, response: Example, system: str = "") -> Example:
 
 
 def _response(example: Example) -> int:
-    """Return the index of the message with which the response begins."""
+    """Return the index of the first message of the response."""
     assert example.dialogue
     roles = [message["role"] for message in example.dialogue.messages]
     answers = zip(roles, example.trained, strict=True)
@@ -130,11 +130,11 @@ def pack_pair_sides(
     numbers: dict[str, float] | None = None,
     columns: dict[str, torch.dtype] | None = None,
 ) -> Batch:
-    """Pack the sides of pairs, or labelled responses, into a batch of one optimizer step.
+    """Pack the sides of pairs, or labelled responses, into the batch of one optimizer step.
 
-    pairs: whether the sides of a row must be on the same rank and in the same micro-batch. share: whether their common
-    prompt is computed only once. numbers: name of a number of each sequence -> default for sequences without it.
-    columns: as in `pack`.
+    pairs: whether both sides of a row must be on the same rank and in the same micro-batch. share: whether to compute
+    their common prompt only once. numbers: name of a per-sequence number -> default for sequences without it. columns:
+    as in `pack`.
     """
     batch = pack(sequences, columns=columns)
     ordered = sorted(sequences, key=lambda each: each[:2])

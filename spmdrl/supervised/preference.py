@@ -32,14 +32,14 @@ AHEAD = "--reference.precompute"
 
 
 def begin_preference(cfg: PreferenceConfig) -> Start:
-    """Read the tokenizer, and build the encoder of the rows."""
+    """Load the tokenizer and build the row encoder."""
     folder, pairs = resolve(cfg.model.path, cfg.model.trust_remote_code), has_pairs(cfg.preference)
     beside = any(takes_other_prompts(name) for name in losses_of(cfg.preference))
     return begin(cfg, folder, lambda tokenizer, longest: PairEncoder(cfg.data, tokenizer, longest, pairs, beside))
 
 
 def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
-    """Build a job of preference learning. Collective over all ranks."""
+    """Build a preference learning job. Collective over all ranks."""
     cfg = session.cfg
     begun, pairs, share = begin_preference(cfg), has_pairs(cfg.preference), shares_prompts(cfg.policy)
 
@@ -74,7 +74,7 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
 
 
 def add_reference(models: Models, batch: Batch) -> None:
-    """Add the column `ref_logp`, the reference's log p of each token, unless the batch has it. Collective."""
+    """Add the column `ref_logp`, the reference's log p of each token, unless the batch already has it. Collective."""
     if "ref_logp" not in batch.token:
         assert models.reference is not None, "build_preference checks it"
         batch.token["ref_logp"], _ = models.reference.logprobs(batch, 1.0, "top")
@@ -89,16 +89,16 @@ def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models:
 
 
 class StoredReference:
-    """The reference's log p of the trained tokens of all rows, in files of the run folder. Implements `Precomputed`."""
+    """The reference's log p of all trained tokens, stored in the run folder. Implements `Precomputed`."""
 
     def __init__(self, session: Session[Any], begun: Start, pack: Callable[[Placed], Batch], build: Callable[[], Any]):
-        """Store the arguments. pack: packs sequences without the column `ref_logp`. build: builds the reference."""
+        """Store the arguments. pack: packs sequences without `ref_logp`. build: builds the reference."""
         self.session, self.begun, self.pack, self.build = session, begun, pack, build
         self.folder = session.folder / "reference_logp"
         self.stored: Stored | None = None
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Implements `Precomputed.fill`. The reference is built only to write missing files, and freed after that."""
+        """Implements `Precomputed.fill`. The reference is built only if files are missing, and freed afterwards."""
         sources, world = indexed(mixture) + ([held_out] if held_out is not None else []), self.session.world
         cfg = self.session.cfg
         of = [digest(cfg), [(source.name, len(source)) for source in sources], fixed_settings(cfg)]

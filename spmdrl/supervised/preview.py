@@ -1,4 +1,4 @@
-"""Describes the rows of a job before it runs: one row as the model sees it, and counts over the first rows."""
+"""Previews a job's rows before it runs: one row as the model sees it, and counts over the first rows."""
 
 import sys
 from collections import Counter
@@ -15,16 +15,17 @@ from spmdrl.tracking.console import clean
 ROWS = 200
 """Maximum number of rows that a preview reads."""
 SHOWN = 2
-"""Maximum number of sequences of the example row that are shown; a pair has two."""
+"""Maximum number of sequences to show from the example row; a pair has two."""
 LONGEST = 1500
-"""Maximum number of characters that are shown of each sequence of the example row."""
+"""Maximum number of characters to show from each sequence of the example row."""
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | None = None) -> list[str]:
-    """Return lines about the first rows: counts, and one row whose trained text is green, or in [[ ]] without colour.
+    """Return lines about the first rows: counts, and one row with its trained text in green, or in [[ ]] without
+    colour.
 
-    colour: whether to use colour; None: only if stdout is a terminal.
+    colour: whether to use colour, or None to use it only if stdout is a terminal.
 
     Raises:
         ValueError: none of the first rows can be trained on.
@@ -66,7 +67,7 @@ def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | Non
 
 
 def shown(sequence: Masked, tokenizer: Any, colour: bool) -> str:
-    """Return the text of a sequence with its trained parts in green or in [[ ]]. Control characters become dots."""
+    """Return the text of a sequence with its trained spans in green or in [[ ]]. Control characters become dots."""
     mask = sequence.mask.tolist()
     cuts = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
     begin, end = (GREEN, PLAIN) if colour else ("[[", "]]")

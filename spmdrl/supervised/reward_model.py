@@ -1,4 +1,4 @@
-"""Builds the training of a reward model for responses or for their steps: its rows, model and loss."""
+"""Builds reward-model training, for outcome or process rewards: its rows, model and loss."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 
 SEQUENCES, TOKENS = SCORERS
-"""Endings of the class names of saved reward models: first for models of responses, then for models of steps."""
+"""Class name suffixes of saved reward models: outcome reward models first, then process reward models."""
 STEP_LABELS = ("wrong", "right")
-"""Labels of a process reward model. Its score of a step is the probability of the second label."""
+"""Labels of a process reward model. A step's score is the probability of the second label."""
 
 
 class ScoredEncoder:
-    """Encodes pairs for a reward model. Each sequence has the index of the model's score that its pair trains."""
+    """Encodes pairs for a reward model. Each sequence has the index of the score that its pair trains."""
 
     beside = False
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """Read the settings. longest: maximum number of tokens of a sequence."""
+        """Read the settings. longest: maximum number of tokens per sequence."""
         self.sides = PairEncoder(cfg.data, tokenizer, longest, pairs=True)
         self.outputs, self.column = cfg.reward_model.outputs, cfg.data.output_column
         self.columns = StepColumns(steps=cfg.data.steps_column, labels=cfg.data.labels_column)
@@ -60,14 +60,14 @@ class ScoredEncoder:
 
 
 def begin_reward_model(cfg: RewardModelConfig) -> Start:
-    """Read the tokenizer, and build the encoder of the rows."""
+    """Load the tokenizer and build the row encoder."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     kind = StepEncoder if cfg.reward_model.rows == "steps" else ScoredEncoder
     return begin(cfg, folder, lambda tokenizer, longest: kind(cfg, tokenizer, longest))
 
 
 def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
-    """Build the training of a reward model. Collective over all ranks."""
+    """Set up reward-model training. Collective over all ranks."""
     cfg, begun = session.cfg, begin_reward_model(session.cfg)
     chosen, peers = cfg.reward_model, session.world.data_peers
     models = lambda: Models(scorer(session, begun))  # noqa: E731
@@ -81,11 +81,11 @@ def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
 
 
 def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
-    """Build the model that is trained: a given classifier, or a language model with a new head. Collective.
+    """Build the trained model: an existing classifier, or a language model with a new head. Collective.
 
     Raises:
-        ValueError: the model is neither of the two; or it is a classifier whose head is missing in its folder, or whose
-            scores do not have the number or the names that the settings give.
+        ValueError: the model is neither of these; or it is a classifier whose head is missing from its folder, or whose
+            scores differ from the settings in number or names.
     """
     cfg, steps = session.cfg, session.cfg.reward_model.rows == "steps"
     count = 2 if steps else max(1, len(cfg.reward_model.outputs))
@@ -112,13 +112,13 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
 
 
 def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
-    """Check that the scores of a classifier have the names of `outputs`, in the same order.
+    """Check that the scores of a classifier have the names in `outputs`, in the same order.
 
-    Nothing is checked if there is only one output or if the classifier has no names of its own (LABEL_0, LABEL_1, ...).
-    config: transformers' config of the classifier. flag: setting and path of the model, the beginning of the message.
+    Skipped if there is only one output or the classifier has default names (LABEL_0, LABEL_1, ...). config: the
+    transformers config of the classifier. flag: setting and path of the model, as a prefix for the message.
 
     Raises:
-        ValueError: the names or their order differ.
+        ValueError: the names or their order do not match.
     """
     names = tuple(str(config.id2label[i]) for i in sorted(config.id2label))
     unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(names))
@@ -130,21 +130,21 @@ def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
 
 
 def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -> None:
-    """Set class, labels and padding token in a config of transformers, for programs that load the saved model."""
+    """Set the class, labels and padding token in a transformers config, for programs that load the saved model."""
     name = next(iter(config.architectures or ["ForCausalLM"]))
     config.architectures = [name.replace("ForCausalLM", kind)]
     names = outputs or ("reward",)
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     config.problem_type = None
-    # transformers reads the score at the last token that is not the padding token, so a token that ends a turn is the
-    # padding token only if there is no other.
+    # transformers reads the score at the last token that is not padding, so an end-of-turn token is used as the padding
+    # token only if there is no other.
     ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])}
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
     config.pad_token_id = next((i for i in known if i is not None and i not in ends), tokenizer.eos_token_id)
 
 
 def pack_pairs(sequences: Placed, step: int) -> Batch:
-    """Pack the sides of pairs. The mask is True only at the last trained token of each side, where its score is."""
+    """Pack the sides of pairs. The mask is True only at each side's last trained token, where its score is read."""
     batch = pack_pair_sides(sequences, pairs=True, share=False, numbers={"margin": 0.0, "output": 0.0})
     mask_T = batch.token["mask"]
     places_T = mask_T.nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Draws the same rows of each step on all ranks, encodes each row on one rank, and counts and logs refused rows."""
+"""Draws each step's rows identically on all ranks, encodes each row on one rank, and counts and logs rejected rows."""
 
 import logging
 import math
@@ -24,23 +24,23 @@ from spmdrl.supervised.encoder import Encoded
 log = logging.getLogger("spmdrl")
 
 Placed = list[tuple[int, int, Masked]]
-"""For each sequence: (index of its row in the step, number of the sequence in the row, sequence)."""
+"""For each sequence: (index of its row in the step, index of the sequence in the row, sequence)."""
 
 STRIDE = 0x9E3779B1
-"""Factor of a token's position in the seed of its noise, so that the seeds of neighbours differ in many bits."""
+"""Multiplier of a token's position in its noise seed, so that the seeds of neighbours differ in many bits."""
 FEW = 1000
-"""The share of refused rows is computed as if at least this many rows were read, or all rows of a smaller data set."""
+"""The fraction of rejected rows is taken over at least this many rows, or over all rows of a smaller dataset."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
-"""Names of the counts of a step, in the order in which the tensor that is reduced over ranks holds them."""
+"""Names of a step's counts, in the order of the tensor that is reduced over ranks."""
 NAMED = ("truncated", "dropped", "unanswered")
-"""Names of the counts for which the log lists a row, because the row is trained on only in part or not at all."""
+"""Names of the counts whose rows are logged, because they are trained on only partly or not at all."""
 
 
 def open_mixture(cfg: SupervisedConfig) -> Mixture:
     """Open the sources of `--data.train`.
 
     Raises:
-        ValueError: a source cannot be read or is empty, or its weight or `--data.limit` does not fit.
+        ValueError: a source cannot be read or is empty, or its weight or `--data.limit` is not allowed.
     """
     data, seed = cfg.data, cfg.run.seed
     pairs = [split_weight(spec) for spec in data.train]
@@ -75,9 +75,9 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
 
 
 def rows_due(cfg: SupervisedConfig, rows: int | None, step: int) -> int:
-    """Return the number of rows of a step. If a job ends with its epochs, its last step can have fewer rows.
+    """Return the number of rows in a step. In a job that is limited by its epochs, the last step can have fewer rows.
 
-    rows: number of rows of an epoch; None: not known. step: counted from 0.
+    rows: number of rows per epoch, or None if unknown. step: step number, starting at 0.
     """
     each = cfg.data.rows_per_step
     if rows is None or cfg.run.steps != steps_of_epochs(cfg, rows):
@@ -86,51 +86,51 @@ def rows_due(cfg: SupervisedConfig, rows: int | None, step: int) -> int:
 
 
 def steps_of_epochs(cfg: SupervisedConfig, rows: int) -> int:
-    """Return the number of steps of all epochs. rows: number of rows of an epoch."""
+    """Return the number of steps in all epochs. rows: number of rows per epoch."""
     return math.ceil(cfg.data.epochs * rows / cfg.data.rows_per_step)
 
 
 class Encode(Protocol):
-    """Turns a row of a data set into its sequences."""
+    """Turns a dataset row into its sequences."""
 
     beside: bool
-    """Whether the encoder of a row also uses the previous row of the step (for the first row, the last row)."""
+    """Whether encoding a row also uses the previous row of the step (the last row, for the first row)."""
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
-        """Encode a row. before: the row that `beside` describes; None if it cannot be read or `beside` is False.
+        """Encode a row. before: the previous row (see `beside`), or None if it cannot be read or `beside` is False.
 
         Raises:
             RowError: the row cannot be used.
-            TemplateError: the template refuses the row, or the tokens of a turn cannot be determined.
+            TemplateError: the template rejects the row, or the tokens of a turn cannot be determined.
         """
         ...
 
 
 class Precomputed(Protocol):
-    """Computes numbers for the tokens of rows before the models are built, such as the log p of a reference."""
+    """Computes per-token values of the rows before the models are built, such as a reference's log p."""
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Compute the numbers that are missing. Collective. held_out: the source of the held-out rows, or None."""
+        """Compute missing values. Collective. held_out: the source of the held-out rows, or None."""
         ...
 
     def attach(self, key: Any, sequences: list[Masked]) -> None:
-        """Add a row's numbers to its sequences as columns. Raises ValueError if the row has no numbers.
+        """Add a row's values to its sequences as columns. Raises ValueError if the row has none.
 
-        key: name of the row's source, and index of the row in it.
+        key: (name of the row's source, index of the row in it).
         """
         ...
 
 
 @dataclass
 class Step:
-    """Encoded rows of one step on this rank."""
+    """This rank's encoded rows of one step."""
 
     sequences: Placed = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     kept: int = 0
     """Number of rows with a trained token."""
     unread: dict[str, None] = field(default_factory=dict)
-    """Names of the columns that the encoder did not use, in the order in which they were found."""
+    """Names of the columns that the encoder did not use, in the order found."""
     refused: list[str] = field(default_factory=list)
     """A line for each refused row: its source and number, and the reason."""
     shortened: list[str] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Step:
 
 
 class Rows:
-    """Draws and encodes the rows of each step. A thread encodes the rows of the next step in advance."""
+    """Draws and encodes the rows of each step. A thread prefetches and encodes the rows of the next step."""
 
     def __init__(
         self, cfg: SupervisedConfig, world: World, mixture: Mixture, encoder: Encode, known: Precomputed | None = None
@@ -154,17 +154,17 @@ class Rows:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self.ahead: tuple[int, Future[Step], dict] | None = None
         self.returned = mixture.state()
-        """State of the mixture after the last step that `take` returned."""
+        """State of the mixture after the last step returned by `take`."""
         self.totals: Counter = Counter()
-        """Counts of rows, refused rows and rows with a trained token, over all ranks and steps so far."""
+        """Numbers of rows, rejected rows and rows with a trained token, over all ranks and steps so far."""
 
     def take(self, step: int, last: bool) -> tuple[Step, Counter]:
         """Return this rank's rows of a step, and counts over all ranks. Collective.
 
-        last: whether this is the last step, so that no further step is encoded in advance.
+        last: whether this is the last step, so that no further step is prefetched.
 
         Raises:
-            ValueError: on every rank, if more rows were refused than `--data.max-refused` allows, or if there was no
+            ValueError: on all ranks, if more rows were rejected than `--data.max-refused` allows, or if there was no
                 row to train on.
         """
         if self.ahead is None:
@@ -191,15 +191,15 @@ class Rows:
 
     def _check_refused(self, mine: Step) -> None:
         allowed = self.cfg.data.max_refused
-        # A share of only a few rows is noise, so it is computed over at least FEW rows, or over all if there are fewer.
+        # A fraction of only a few rows is noisy, so it is taken over at least FEW rows, or over all if there are fewer.
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
         if self.totals["refused"] > allowed * judged:
             raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)
 
     def _check_kept(self, last: bool) -> None:
-        """Raise ValueError if none of the rows so far could be trained on, so that no untrained model is saved.
+        """Raise ValueError if no row so far could be trained on, so that an untrained model is never saved.
 
-        The check begins after FEW rows, or all rows of a smaller data set, and is also made at the last step.
+        The check starts after FEW rows, or all rows of a smaller dataset, and is also done at the last step.
         """
         rows = self.totals["rows"]
         if not self.totals["kept"] and (last or rows >= min(self.mixture.rows or FEW, FEW)):
@@ -210,28 +210,28 @@ class Rows:
             )
 
     def _begin(self, step: int) -> None:
-        """Draw the rows of a step, and let the thread encode this rank's share of them."""
+        """Draw the rows of a step, and start encoding this rank's share of them in the thread."""
         drawn = self.mixture.draw(rows_due(self.cfg, self.mixture.rows, step))
         mine = range(self.world.rank, len(drawn), self.world.size)
         self.ahead = (step, self.thread.submit(encoded, drawn, mine, self.encoder, self.known), self.mixture.state())
 
     def state(self) -> dict[str, Any]:
-        """Return the state after the last step that `take` returned: JSON values, the same on all ranks."""
+        """Return the state after the last step returned by `take`, as JSON values identical on all ranks."""
         return {"mixture": self.returned, "totals": dict(self.totals)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a result of `state`."""
+        """Resume from a state returned by `state`."""
         self.mixture.restore(state["mixture"])
         self.returned, self.totals = state["mixture"], Counter(state["totals"])
-        # If a checkpoint lacks this count, all rows that were not refused count as trained.
+        # If a checkpoint lacks this count, all rows that were not rejected are counted as trained.
         self.totals.setdefault("kept", self.totals["rows"] - self.totals["refused"])
 
 
 def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precomputed | None = None) -> Step:
     """Encode some of the rows of a step.
 
-    drawn: all rows of the step. places: indices of the rows to encode. known: adds its columns to the sequences; None:
-    there are no further columns.
+    drawn: all rows of the step. places: indices of the rows to encode. known: adds its columns to the sequences, if
+    given.
     """
     out = Step()
     for place in places:
@@ -257,16 +257,16 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
 
 
 def first_lines(lines: list[str], world: World) -> list[str]:
-    """Return up to three lines of each rank, at most five in total. lines: the lines of this rank. Collective."""
+    """Return up to three lines per rank, at most five in total. lines: this rank's lines. Collective."""
     texts = all_gather_text("\n".join(lines[:3]), world.host_group)
     return [line for text in texts for line in text.split("\n") if line][:5]
 
 
 def too_many_refused(refused: int, rows: int, allowed: float, lines: list[str], world: World) -> ValueError:
-    """Return the error about refused rows, which shows up to five of them. Collective.
+    """Return the error about rejected rows, which shows up to five of them. Collective.
 
-    refused, rows: numbers of refused and of all rows. allowed: largest share that may be refused. lines: a line for
-    each refused row of this rank.
+    refused, rows: numbers of rejected and of all rows. allowed: maximum fraction that may be rejected. lines: one line
+    per rejected row of this rank.
     """
     shown = first_lines(lines, world) or ["no row has a sequence within --data.max-tokens"]
     return ValueError(
@@ -288,10 +288,10 @@ def pack(
     key: tuple[int, ...] = (),
     columns: dict[str, torch.dtype] | None = None,
 ) -> Batch:
-    """Pack sequences into a batch of one optimizer step, in the order of their rows.
+    """Pack sequences into the batch of one optimizer step, in row order.
 
-    noise: the value of `--sft.neftune`. key: numbers that seed the noise, together with the position of the sequence.
-    columns: name of a further column of tokens -> its dtype.
+    noise: the value of `--sft.neftune`. key: numbers that, with the sequence's position, seed the noise. columns: name
+    of an additional per-token column -> its dtype.
     """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))

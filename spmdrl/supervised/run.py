@@ -1,4 +1,4 @@
-"""The parts of a step of a supervised job. The entry point of the job calls them on every rank."""
+"""The phases of a supervised training step. The job's entry point calls them on every rank."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,25 +24,25 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     objective: Objective
     data: Rows
     pack: Callable[[list, int], Batch]
-    """Function that packs rows: (sequences of this rank, number of the step) -> batch."""
+    """Packs rows: (this rank's sequences, step number) -> batch."""
     held_out: Batch | None
-    """This rank's share of the held-out rows; None: the job does not evaluate."""
+    """This rank's share of the held-out rows, or None if the job does not evaluate."""
     generations: Generations | None
-    """Samples answers to held-out prompts during the job; None: the job does not sample."""
+    """Samples answers to held-out prompts during the job, or None if the job does not sample."""
     counts: Counter
-    """Counts of the rows of this step (`rows.COUNTED`), over all ranks."""
+    """Row counts of this step (`rows.COUNTED`), over all ranks."""
     numbers: dict[str, float] | None = None
-    """Numbers of the last evaluation that are not logged so far; None if there are none."""
+    """Metrics of the last evaluation that have not been logged yet, or None."""
     measured: Objective | None = None
-    """Loss that evaluations compute; None: the same loss as in training."""
+    """Loss used for evaluations, or None for the training loss."""
     add_frozen: Callable[[Batch], None] | None = None
-    """Function that adds a frozen model's columns to a batch, for the objective; None: the job has no frozen model."""
+    """Adds the columns that the objective needs from a frozen model to a batch, or None if there is no frozen model."""
     moves: FixedModelConfig | None = None
-    """Settings for updates of the reference from the policy; None: the reference never changes."""
+    """Settings for updating the reference from the policy, or None if the reference never changes."""
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
-    """Function that turns the numbers of a step, reduced over ranks, into the numbers that are logged."""
+    """Maps a step's metrics, reduced over ranks, to the metrics that are logged."""
     samples: list[dict] = field(default_factory=list)
-    """Sampled answers that are not logged so far."""
+    """Sampled answers that have not been logged yet."""
 
     def rows(self, step: int) -> Batch:
         """Return this rank's rows of a step, encoded and packed. Collective."""
@@ -51,13 +51,13 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             return self.pack(mine.sequences, step)
 
     def score(self, batch: Batch) -> None:
-        """Add a teacher's distributions or a reference's log p to a batch, if the job has such a model. Collective."""
+        """Add the teacher's distributions or the reference's log p to a batch, if the job has one. Collective."""
         if self.add_frozen is not None:
             with self.timer("logp"):
                 self.add_frozen(batch)
 
     def move_reference(self, step: int) -> None:
-        """Update the reference from the policy, if an update is due after this step. Collective."""
+        """Update the reference from the policy if an update is due after this step. Collective."""
         moves = self.moves
         if moves is None or not moves.refresh_every or (step + 1) % moves.refresh_every:
             return
@@ -67,9 +67,9 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.held_out.token.pop("ref_logp", None)
 
     def evaluate(self, step: int, force: bool = False) -> None:
-        """Compute the loss on the held-out rows, if an evaluation is due before this step. Collective.
+        """Compute the loss on the held-out rows if an evaluation is due before this step. Collective.
 
-        force: whether to evaluate even if no evaluation is due.
+        force: evaluate even if no evaluation is due.
         """
         every = self.cfg.eval.every
         if self.held_out is None or not every or (step % every and not force):
@@ -85,23 +85,23 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.numbers = self.report({f"eval/{name.removesuffix('/mean')}": x for name, x in values.items()})
 
     def sample(self, step: int, force: bool = False) -> None:
-        """Sample answers to the held-out prompts, if sampling is due before this step. Collective.
+        """Sample answers to the held-out prompts if sampling is due before this step. Collective.
 
-        force: whether to sample even if sampling is not due, as is done after the last step.
+        force: sample even if sampling is not due, as after the last step.
         """
         every = self.cfg.generate.every
         if self.generations is None or (step % every and not force):
             return
         with self.timer("rollout"):
-            # Steps are counted from 1 in samples.jsonl. Answers sampled before a step have the number of that step.
-            # Answers sampled after the last step have the number of the last step.
+            # Step numbers start at 1 in samples.jsonl. Answers sampled before a step get that step's number; answers
+            # sampled after the last step get the last step's number.
             self.samples = self.generations.sample(step + (not force))
 
     def log(self, step: int, batch: Batch, stats: Metrics) -> None:
-        """Reduce this step's numbers over ranks and write them. Collective."""
+        """Reduce this step's metrics over ranks and log them. Collective."""
         world = self.world
         with self.timer("log"):
-            # Ranks with the same data position have the same sequences, so each rank adds only its share of the counts.
+            # Ranks with the same data position hold the same sequences, so each rank adds only its share of the counts.
             share = world.data_size / world.size
             stats.add_sum("tokens/all", batch.n_tokens * share)
             stats.add_sum("tokens/trained", float(batch.token["mask"].sum()) * share)
@@ -121,7 +121,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
             self.samples = []
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate the trained model and sample from it. Collective. done: number of steps done."""
+        """Evaluate the trained model and sample from it. Collective. done: number of completed steps."""
         self.evaluate(done, force=True)
         self.sample(done, force=True)
         self.journal.rows(self.samples)

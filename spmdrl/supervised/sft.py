@@ -24,14 +24,14 @@ from spmdrl.supervised.teacher import Written, write_teacher
 
 
 def begin_sft(cfg: SFTConfig) -> Start:
-    """Add the tokens of `--sft.add-tokens` to the model, read its tokenizer, and build the encoder of the rows."""
+    """Add the tokens of `--sft.add-tokens` to the model, load its tokenizer and build the row encoder."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     folder = with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
     return begin(cfg, folder, lambda tokenizer, longest: Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on))
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
-    """Return the result of `settle`. If `--teacher.write` is set without `--run.dir`, its folder is the run folder."""
+    """Return the result of `settle`. With `--teacher.write` but no `--run.dir`, that folder is the run folder."""
     config = loaded.config
     if config.teacher.write and not config.run.dir:
         folder = str(Path(config.teacher.write).expanduser())
@@ -40,12 +40,12 @@ def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
 
 
 def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
-    """Build supervised fine-tuning, or write the files of `--teacher.write`. Collective over all ranks."""
+    """Build a supervised fine-tuning job, or write the files of `--teacher.write`. Collective over all ranks."""
     cfg, peers = session.cfg, session.world.data_peers
     begun = begin_sft(cfg)
     if cfg.teacher.write:
         return write_teacher(session, begun)
-    # The noise of a token differs between sequences, so sequences cannot share the tokens of a prompt.
+    # Each sequence has its own noise, so sequences cannot share the tokens of a prompt.
     share = cfg.policy.share_prompts and not cfg.sft.neftune
     plain = SftObjective(cfg.sft.loss, peers)
     stored = StoredTeacher(session, begun) if cfg.teacher.read else None
@@ -65,10 +65,10 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
 
 
 def teacher_objective(session: Session[SFTConfig], models: Models, stored: StoredTeacher | None) -> DistillObjective:
-    """Build the teacher, unless its numbers are read from files, and return the distillation objective. Collective.
+    """Build the teacher, unless its values are read from files, and return the distillation objective. Collective.
 
     Raises:
-        ValueError: the tokenizers of teacher and student differ.
+        ValueError: teacher and student have different tokenizers.
     """
     cfg, chosen, peers = session.cfg, session.cfg.teacher, session.world.data_peers
     if stored:

@@ -1,4 +1,4 @@
-"""Turns a row of labelled steps into a sequence with each label at its step's last token, or refuses the row."""
+"""Turns a row of labelled steps into a sequence with each label at its step's last token, or rejects the row."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class StepEncoder:
-    """Encodes rows with labelled steps: a prompt and a response, trained at the last token of each labelled step."""
+    """Encodes rows with labelled steps: a prompt and a response that is trained at each labelled step's last token."""
 
     beside = False
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """Read the settings. longest: maximum number of tokens of a sequence.
+        """Read the settings. longest: maximum number of tokens per sequence.
 
         Raises:
-            TemplateError: the chat template does not show the message of a user.
+            TemplateError: the chat template does not render user messages.
         """
         data = cfg.data
         self.encoder, self.system, self.chosen = Encoder(data, tokenizer, longest), data.system, cfg.reward_model
@@ -50,7 +50,7 @@ class StepEncoder:
         return self.encoder.fitted(out)
 
     def _choose(self, found: LabelledSteps) -> None:
-        """With `--reward-model.last-step`, drop all labels but the last. Raises RowError if no label is left."""
+        """With `--reward-model.last-step`, drop all labels but the last. Raises RowError if no label remains."""
         if self.chosen.last_step:
             found.labels[:-1] = [None] * (len(found.labels) - 1)
         if all(label is None for label in found.labels):
@@ -62,9 +62,9 @@ class StepEncoder:
             raise RowError(f"{which}, so there is nothing to learn from it: label a step, or leave the row out")
 
     def _label(self, sequence: Masked, found: LabelledSteps) -> None:
-        """Set the mask of a sequence to the last tokens of its labelled steps, and add the labels.
+        """Set a sequence's mask to the last token of each labelled step, and add the labels.
 
-        RL reads the score of a step at the same token (`rl/reading.py`).
+        RL reads a step's score at the same token (`rl/reading.py`).
         """
         response = sequence.mask.nonzero().flatten()
         begin, end = int(response[0]), int(response[-1]) + 1
@@ -85,20 +85,20 @@ class StepEncoder:
         sequence.mask, sequence.columns["label"] = mask, label
 
     def _ends(self, text: str, found: LabelledSteps) -> list[int]:
-        """Return the character offsets at which the steps of a row end in the text of its trained tokens.
+        """Return the character offsets of the step ends in the text of a row's trained tokens.
 
         Raises:
             RowError: the steps cannot be found.
         """
-        # Some templates add an empty thinking block before a response and strip the whitespace around it, so the text
-        # is searched for the response with and without its whitespace.
+        # Some templates add an empty thinking block before a response and strip the whitespace around it, so the
+        # response is searched for with and without its surrounding whitespace.
         given = found.text
         within = next((part for part in (given, given.strip(), given.lstrip(), given.rstrip()) if part in text), "")
         if within:
             lead, at = given.index(within), text.rindex(within)
             return [at + min(max(end - lead, 1), len(within)) for end in step_ends(given, self.chosen.separator)]
-        # Some tokenizers do not decode tokens to the text that they encoded. If the text does not contain the response,
-        # the text itself is split into steps.
+        # Some tokenizers do not round-trip text. If the decoded text does not contain the response, the decoded text
+        # itself is split into steps.
         ends = step_ends(text, self.chosen.separator) if text else []
         if len(ends) != len(found.labels):
             raise RowError(
@@ -113,5 +113,5 @@ class StepEncoder:
 
 
 def pack_steps(sequences: Placed, step: int) -> Batch:
-    """Pack responses into a batch of one optimizer step, with the labels of their steps."""
+    """Pack responses into the batch of one optimizer step, with their step labels."""
     return pack(sequences, columns={"label": torch.float64})

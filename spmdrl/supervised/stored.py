@@ -1,10 +1,10 @@
-"""Writes values of the trained tokens of given rows to files, such as log-probabilities, and reads them in training.
+"""Writes per-token values of the rows' trained tokens, such as log-probabilities, to files, and reads them in training.
 
-A folder has safetensors files, and a manifest that lists the files and is written last. A file has the tokens of its
-sequences one after another, and a mask that is True at the tokens with numbers. A sequence is looked up by its tokens,
-so the order of the rows, the names of their sources and the number of ranks do not matter.
+A folder contains safetensors files and a manifest that lists them and is written last. A file contains the concatenated
+tokens of its sequences, and a mask that is True at tokens with values. Sequences are looked up by their tokens, so the
+row order, source names and number of ranks do not matter.
 
-T: tokens of a file or batch; N: sequences of a file; M: tokens of a file that have numbers; L: tokens of one sequence.
+T: tokens in a file or batch; N: sequences in a file; M: tokens with values in a file; L: tokens in one sequence.
 """
 
 import hashlib
@@ -30,22 +30,22 @@ from spmdrl.supervised.rows import Encode, encoded, too_many_refused
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
 STEPS = 4
-"""Numbers are computed for the rows of this many steps at a time, but for at least one row for each rank."""
+"""Values are computed for this many steps' rows at a time, but at least one row per rank."""
 FULL = 256 * 2**20
-"""Numbers are written to a file as soon as they take this many bytes of memory."""
+"""Values are written to a file once they take up this many bytes of memory."""
 
 
 class NoNumbersError(ValueError):
-    """Raised for a sequence of which the files lack the numbers of some or all trained tokens."""
+    """Raised if the files lack values for some or all trained tokens of a sequence."""
 
 
 def indexed(mixture: Mixture) -> list[Any]:
-    """Return the sources of a mixture that are read by index, that is all but streams."""
+    """Return a mixture's indexed sources, i.e. all but its streams."""
     return [source for part in mixture.parts if isinstance(part, Permuted) for source in part.sources]
 
 
 def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
-    """Yield all rows in parts: the rows of a part, and the indices in it of the rows that this rank encodes."""
+    """Yield all rows in chunks: the rows of a chunk, and the indices of those that this rank encodes."""
     world, rows, total = session.world, Permuted(sources, seed=0, shuffle=False), sum(map(len, sources))
     count = max(STEPS * session.cfg.data.rows_per_step, world.size)
     for start in range(0, total, count):
@@ -63,14 +63,13 @@ def write(
     facts: dict[str, Any],
     max_refused: float,
 ) -> None:
-    """Write numbers for all trained tokens of all rows that are not refused. Collective.
+    """Write values for all trained tokens of all rows that are not rejected. Collective.
 
-    pack: sequences of a rank -> batch. numbers: batch -> its columns [T, ...] by name; a collective. facts: further
-    entries of the manifest. max_refused: largest share of rows that may be refused. The log lists refused rows.
+    pack: a rank's sequences -> batch. numbers: batch -> its columns [T, ...] by name; called collectively. facts:
+    additional manifest entries. max_refused: maximum fraction of rows that may be rejected. Rejected rows are logged.
 
     Raises:
-        ValueError: more rows are refused than allowed, no sequence is left, or rank 0 cannot see a file of another
-            rank.
+        ValueError: more rows are rejected than allowed, no sequence is left, or rank 0 cannot see another rank's file.
     """
     world, writer = session.world, _Writer(folder, session.world)
     rows, refused = 0, list[str]()
@@ -101,7 +100,7 @@ def write(
 
 
 class _Writer:
-    """Writes sequences to files. Ranks with the same data position have the same sequences; only the first writes."""
+    """Writes sequences to files. Ranks with the same data position hold the same sequences; only the first writes."""
 
     def __init__(self, folder: Path, world: World):
         self.folder, self.files = folder, dict[str, int]()
@@ -132,7 +131,7 @@ class _Writer:
 
 
 def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
-    """Return the manifest of a folder. flag: name of the setting that holds the folder, for messages.
+    """Return a folder's manifest. flag: name of the setting that holds the folder, for messages.
 
     Raises:
         ValueError: the folder has no manifest, or the manifest cannot be read.
@@ -154,19 +153,19 @@ def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
 
 
 class Stored:
-    """Reads numbers of sequences from the files of a folder."""
+    """Reads the values of sequences from the files in a folder."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], flag: str, needed: tuple[str, ...]):
-        """Open the files and index their sequences. Numbers are not loaded into memory.
+        """Open the files and index their sequences. Values are not loaded into memory.
 
-        needed: names of columns that the files must have.
+        needed: names of the required columns.
 
         Raises:
-            ValueError: a file is missing, incomplete or of another format; the message has its name.
+            ValueError: a file is missing, incomplete or has another format; the message includes its name.
         """
         self.files: list[Any] = []
         self.names: tuple[str, ...] = ()
-        """Names of the columns that all files have."""
+        """Names of the columns that are in all files."""
         wrong = [name for name in manifest["files"] if not (folder / name).is_file()]
         if wrong:
             raise ValueError(
@@ -196,18 +195,18 @@ class Stored:
             places.append(place_N4)
         self.key_N, order_N = torch.cat(keys).sort(stable=True)
         self.place_N4 = torch.cat(places)[order_N]
-        """Four numbers for each sequence: index of its file, index of its first token in the file, index of its first
-        row in the file's columns of numbers, and number of its tokens."""
+        """Four numbers per sequence: index of its file, index of its first token in the file, index of its first row in
+        the file's value columns, and number of tokens."""
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a column in the first file, [M, ...]."""
         return list(self.files[0].get_slice(name).get_shape())
 
     def columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
-        """Return columns [L, ...] of a sequence, zeros where the mask is False.
+        """Return the columns [L, ...] of a sequence, with zeros where the mask is False.
 
         Raises:
-            NoNumbersError: the files lack the sequence, or the numbers of some of its trained tokens.
+            NoNumbersError: the files lack the sequence, or values for some of its trained tokens.
         """
         key, problem = _key(tokens_L), "its tokens are in none of the files"
         first, last = (int(torch.searchsorted(self.key_N, key, right=right)) for right in (False, True))
@@ -224,9 +223,9 @@ class Stored:
 
 
 def _column(numbers: torch.Tensor, has_L: torch.Tensor, mask_L: torch.Tensor) -> torch.Tensor:
-    """Return numbers as a column [L, ...], zeros where mask_L is False.
+    """Return values as a column [L, ...], with zeros where mask_L is False.
 
-    numbers: a row for each token where has_L is True. mask_L: the tokens to fill, which must be True in has_L, too.
+    numbers: one row per token where has_L is True. mask_L: the tokens to fill, a subset of has_L.
     """
     column = numbers.new_zeros(len(mask_L), *numbers.shape[1:])
     column[mask_L] = numbers[mask_L[has_L]]
@@ -239,10 +238,10 @@ def _row(file: Any, name: str) -> str:
 
 
 def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:
-    """Return the keys (`_key`) of a file's sequences, int64 [N], and their `Stored.place_N4` with 0 as the file index.
+    """Return the keys (`_key`) of a file's sequences, int64 [N], and their `Stored.place_N4` with file index 0.
 
-    names: names of all columns of numbers. needed: names of those that the file must have. count: number of sequences
-    in the manifest. Raises ValueError if the file lacks a column, or if its tensors do not fit.
+    names: names of all value columns. needed: names of the required ones. count: number of sequences according to the
+    manifest. Raises ValueError if the file lacks a column or its tensors do not match.
     """
     if missing := [name for name in (*PLACES, *needed) if name not in file.keys()]:  # noqa: SIM118
         raise ValueError(f"it has no tensor {missing[0]}")
@@ -269,7 +268,7 @@ def _key(tokens_L: torch.Tensor) -> int:
 
 
 def _part(file: Any, name: str, start: int, count: int) -> torch.Tensor:
-    # safetensors cannot read an empty slice, so an empty part is cut from the first row.
+    # safetensors cannot read empty slices, so an empty part is sliced from the first row.
     return file.get_slice(name)[start : start + count] if count else file.get_slice(name)[0:1][:0]
 
 

@@ -1,6 +1,6 @@
 """Reads a teacher's most likely tokens from files, so that the teacher does not have to run.
 
-T: tokens of a batch; L: tokens of a sequence; M: trained tokens of a sequence; K: most likely tokens at each position.
+T: tokens in a batch; L: tokens in a sequence; M: trained tokens in a sequence; K: most likely tokens per position.
 """
 
 import math
@@ -26,18 +26,18 @@ from spmdrl.supervised.teacher import NEEDED, identity, weights_digest
 from spmdrl_kernels.divergence import LEAST_REST, log_of_rest
 
 SUM = 1e-2
-"""Largest accepted log of the sum of K probabilities. It is above 0 because of the rounding of bfloat16."""
+"""Maximum accepted log of the sum of K probabilities. It exceeds 0 to allow for bfloat16 rounding."""
 
 
 class StoredTeacher:
-    """The teacher's log p in the files of `--teacher.read`. Implements `Precomputed`; its `fill` checks the rows."""
+    """The teacher's log p from the files of `--teacher.read`. Implements `Precomputed`; `fill` only checks the rows."""
 
     def __init__(self, session: Session[SFTConfig], begun: Start):
         """Open the files.
 
         Raises:
-            ValueError: the files are damaged, do not fit the settings of `--teacher`, or were written by another
-                teacher or for another tokenizer.
+            ValueError: the files are damaged, do not match the `--teacher` settings, or were written by another teacher
+                or for another tokenizer.
         """
         cfg, self.session, self.begun = session.cfg, session, begun
         self.folder = Path(cfg.teacher.read).expanduser()
@@ -82,12 +82,12 @@ class StoredTeacher:
             )
 
     def fill(self, mixture: Mixture, held_out: Any) -> None:
-        """Check that the files have numbers for all rows of `--data.train`. Collective.
+        """Check that the files have values for all rows of `--data.train`. Collective.
 
-        The check is skipped if the manifest says that the files were written for exactly these rows.
+        The check is skipped if, according to the manifest, the files were written for exactly these rows.
 
         Raises:
-            ValueError: the files lack numbers for some rows, or hold numbers that are not log-probabilities.
+            ValueError: the files lack values for some rows, or contain values that are not log-probabilities.
         """
         here = identity(self.session.cfg, self.begun)
         if all(self.manifest.get(name) == value for name, value in here.items()):
@@ -128,13 +128,13 @@ class StoredTeacher:
         return "Write the folder for these rows, or train on the rows that it was written for"
 
     def attach(self, key: Key, sequences: list[Any]) -> None:
-        """Do nothing, because `read` looks up the numbers for a whole batch."""
+        """No-op, because `read` looks up the values for a whole batch."""
 
     def read(self, batch: Batch, temperature: float, reader: TargetReader) -> tuple[torch.Tensor, ...]:
-        """Return ids, logp and the log of the remaining probability of a batch, as the `read` of a teacher model does.
+        """Return a batch's ids, logp and log remaining probability, like `read` of a teacher model.
 
         Raises:
-            ValueError: the files lack numbers of a sequence, or hold numbers that are not log-probabilities.
+            ValueError: the files lack values of a sequence, or contain values that are not log-probabilities.
         """
         assert temperature == self.session.cfg.teacher.temperature and reader == self.reader
         tick()
@@ -152,9 +152,9 @@ class StoredTeacher:
         return tuple(torch.cat(each) for each in zip(*columns, strict=True))
 
     def _columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return ids [L, K], logp [L, K] and the log of the sum of all other probabilities [L] of a sequence.
+        """Return a sequence's ids [L, K], logp [L, K] and log of the total probability of all other tokens [L].
 
-        They are 0 where the mask is False.
+        All are 0 where the mask is False.
         """
         names = (*NEEDED, "rest") if "rest" in self.stored.names else NEEDED
         ids_LK, logp_LK, *rest = self.stored.columns(tokens_L, mask_L, names)
@@ -169,7 +169,7 @@ class StoredTeacher:
         if rest_M is None:
             rest_M = log_of_rest(logp_MK[:, :k])
         else:
-            # If the K tokens have all of the probability, the remaining probability is 0 and its log is -inf. The
+            # If the K tokens have all the probability mass, the remaining probability is 0 and its log is -inf, but the
             # divergences need a finite number.
             rest_M = rest_M.clamp(min=math.log(-math.expm1(LEAST_REST)))
             rest_M = torch.logsumexp(torch.cat([logp_MK[:, k:], rest_M[:, None]], 1), 1)

@@ -1,4 +1,4 @@
-"""Writes a teacher's most likely tokens for given rows into files, from which a student learns without the teacher."""
+"""Writes a teacher's most likely tokens to files, so that a student can be distilled without running the teacher."""
 
 import hashlib
 import json
@@ -29,15 +29,15 @@ NEEDED = ("ids", "logp")
 NOT_OF_ROWS = (
     *("data.rows_per_step", "data.epochs", "data.shuffle", "data.eval", "data.max_refused", "data.chat_template"),
 )
-"""Settings of `--data` whose values `identity` leaves out. They do not change the tokens of a row, except for
-`data.chat_template`, for which it stores a hash of the template's text."""
+"""`--data` settings that `identity` omits because they do not affect the tokens of a row. The exception is
+`data.chat_template`, for which it stores a hash of the template text instead."""
 PART = 2**12
-"""Maximum number of bytes that are hashed at the beginning of each tensor, and again from its middle on."""
+"""Maximum number of bytes to hash at the start of each tensor, and again from its middle on."""
 
 
 @dataclass
 class Written:
-    """A job without steps, which is created after the teacher's files are written."""
+    """A job without steps, returned once the teacher's files are written."""
 
     def steps(self) -> tuple[()]:
         """Return no steps."""
@@ -54,10 +54,10 @@ class Written:
 
 
 def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
-    """Write the teacher's most likely tokens into `--teacher.write`, unless they are already there. Collective.
+    """Write the teacher's most likely tokens to `--teacher.write`, unless they are already there. Collective.
 
     Raises:
-        ValueError: the tokenizers of teacher and student differ; or the folder was written by another teacher, or for
+        ValueError: teacher and student have different tokenizers; or the folder was written by another teacher, or for
             other rows or settings.
     """
     cfg, world, path = session.cfg, session.world, session.cfg.teacher.path
@@ -98,7 +98,7 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
 
 
 def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
-    """Return hashes and settings that determine the tokens of the rows, as JSON values."""
+    """Return the hashes and settings that determine the rows' tokens, as JSON values."""
     template = template_text(cfg.data.chat_template) or getattr(begun.tokenizer, "chat_template", None)
     values = {name: value for name, value in flat(to_dict(cfg)).items() if name.startswith("data.")}
     values = {flag(name): value for name, value in values.items() if name not in NOT_OF_ROWS}
@@ -108,7 +108,7 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
         values[f"the date in the chat template ({flag('data.template_kwargs')} {DATE})"] = day
     return {
         "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),
-        # This hash covers the rules that turn text into tokens, and the length at which rows are truncated.
+        # This hash covers the tokenization rules and the length at which rows are truncated.
         "reading": _hash([_rules(begun.tokenizer), begun.tokenizer.eos_token_id, begun.longest]),
         "sources": digest(cfg),
         "settings": json.loads(json.dumps(values)),
@@ -116,7 +116,7 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
 
 
 def _rules(tokenizer: Any) -> str:
-    """Return the rules of a fast tokenizer as text; for another tokenizer, the name of its class."""
+    """Return the rules of a fast tokenizer as text, or the class name of any other tokenizer."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
     return rules.to_str() if rules is not None else type(tokenizer).__name__
 
@@ -126,7 +126,7 @@ def _hash(facts: Any) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a hash of a model's config and of parts of each of its tensors.
+    """Return a hash of a model's config and of samples of each tensor's bytes.
 
     Raises:
         ValueError: a file is not valid safetensors.
