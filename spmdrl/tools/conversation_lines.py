@@ -1,4 +1,4 @@
-"""Formats episodes as lines for the terminal: sampled turns with their rewards, tool calls, and observations."""
+"""Formats episodes for the terminal: sampled turns with their rewards, tool calls, and observations."""
 
 import json
 from collections.abc import Callable
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from spmdrl.rl.tool_calls import CallReader
 
 WIDTH = 160
-"""Maximum number of characters of each text that a line shows."""
+"""Maximum number of characters to show from each text."""
 
 
 def conversation_lines(
     episode: "Episode", decode: Callable[[list[int]], str], reader: "CallReader | None" = None
 ) -> list[str]:
-    """Return an episode as lines without control characters, in the order in which its turns were sampled.
+    """Format an episode as lines without control characters, with turns in sampling order.
 
-    An episode of one turn without an environment becomes a line `prompt -> response`. The line of a turn that begins a
+    A single-turn episode without an environment becomes one line `prompt -> response`. The line of a turn that starts a
     branch names the turn before the branch.
 
-    reader: parses the tool calls in sampled turns; None for a run without an environment.
+    reader: parses the tool calls in sampled turns, or None for a run without an environment.
     """
     calls = reader.of(episode) if reader else {}
     pieces = _pieces(episode)
@@ -47,9 +47,9 @@ def conversation_lines(
 
 
 def _pieces(episode: "Episode") -> list[list[int]]:
-    """Return the indices of an episode's segments, grouped by line: consecutive ones of a turn form a group.
+    """Return an episode's segment indices, grouped by line: consecutive segments of a turn form a group.
 
-    A turn has several segments if it was sampled by several versions of the weights, or if a branch begins inside it.
+    A turn has several segments if it was sampled by several weight versions, or if a branch starts inside it.
     """
     out: list[list[int]] = []
     for i, s in enumerate(episode.segments):
@@ -67,6 +67,6 @@ def _tokens(episode: "Episode", indices: list[int]) -> list[int]:
 
 
 def _branch(episode: "Episode", before: int) -> str:
-    """Return the place where a branch begins, as text. before: index of the segment before the branch, or -1."""
+    """Describe where a branch starts. before: index of the segment before the branch, or -1."""
     sampled = [episode.segments[i].turn for i in episode.path_to(before) if episode.segments[i].sampled]
     return f" (branch after turn {sampled[-1]})" if sampled else " (branch from the prompt)"

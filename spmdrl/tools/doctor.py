@@ -1,4 +1,4 @@
-"""Starts the doctor (`tools/doctor_report.py`) if this Python is new enough to import it."""
+"""Runs the doctor (`tools/doctor_report.py`) if this Python is new enough to import it."""
 
 import sys
 
@@ -7,7 +7,7 @@ from spmdrl.tools.doctor_findings import FAIL, python
 if __name__ == "__main__":
     found = python()
     if found.level == FAIL:
-        # A Python that is too old cannot import the other files of the doctor.
+        # A Python that is too old cannot import the doctor's other files.
         sys.exit(found.line())
     try:
         from spmdrl.tools.doctor_report import main

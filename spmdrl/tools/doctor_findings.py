@@ -1,6 +1,6 @@
-"""Defines the findings of the doctor, and its first check: the version of Python.
+"""Defines the doctor's findings, and its first check: the Python version.
 
-An old Python must be able to import this file, so it uses only old syntax.
+Old Python versions must be able to import this file, so it uses only old syntax.
 """
 
 import sys
@@ -15,14 +15,14 @@ class Finding(NamedTuple):
 
     name: str
     level: str
-    """`ok`, `warn` (a run works, but slower or less safely) or `fail` (a run will not work)."""
+    """`ok`, `warn` (runs work, but slower or less safely) or `fail` (runs will not work)."""
     state: str
-    """The state that the check found, with numbers and units."""
+    """What the check found, with numbers and units."""
     fix: str = ""
-    """The command or setting that solves the problem; empty if there is no problem."""
+    """The command or setting that fixes the problem, or empty if there is none."""
 
     def line(self, width: int = 0) -> str:
-        """Return the finding as one line. width: number of characters to which the name is padded."""
+        """Format the finding as one line. width: number of characters to pad the name to."""
         return f"{self.level:<4} {self.name:<{width}}  {self.state}" + (f"; fix: {self.fix}" if self.fix else "")
 
 
@@ -32,7 +32,7 @@ def ok(name: str, state: str) -> Finding:
 
 
 def warn(name: str, state: str, fix: str) -> Finding:
-    """Return a finding about a problem that costs speed or safety."""
+    """Return a finding about a problem that makes runs slower or less safe."""
     return Finding(name, WARN, state, fix)
 
 
@@ -42,7 +42,7 @@ def fail(name: str, state: str, fix: str) -> Finding:
 
 
 def either(bad: bool, needed: bool, name: str, state: str, fix: str) -> Finding:
-    """Return an `ok` finding unless `bad`; if `bad`, return a `fail` finding if `needed`, else a `warn` finding."""
+    """Return an `ok` finding, or if `bad`, a `fail` finding if `needed` and a `warn` finding otherwise."""
     if not bad:
         return ok(name, state)
     return fail(name, state, fix) if needed else warn(name, state, fix)

@@ -1,4 +1,4 @@
-"""Checks that the build of torch has NCCL and fits the GPUs and their driver, and that the GPUs are unused."""
+"""Checks that the torch build has NCCL and matches the GPUs and their driver, and that the GPUs are idle."""
 
 import os
 import subprocess
@@ -9,11 +9,11 @@ from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
 from spmdrl.tools.doctor_software import ROOT
 
 BUSY = 0.05
-"""Used share of a GPU's memory above which another program is assumed to run on it."""
+"""Fraction of GPU memory in use above which another program is assumed to be running on it."""
 
 
 def torch_imports() -> bool:
-    """Return True if torch can be imported; if not, `doctor_software.torch_version` reports the reason."""
+    """Return True if torch can be imported; otherwise `doctor_software.torch_version` reports why not."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError):
@@ -22,7 +22,7 @@ def torch_imports() -> bool:
 
 
 def count() -> int:
-    """Return the number of GPUs that torch finds, without creating a CUDA context; 0 if torch cannot be imported."""
+    """Return the number of GPUs that torch finds, or 0 without torch. Does not create a CUDA context."""
     if not torch_imports():
         return 0
     import torch
@@ -33,8 +33,8 @@ def count() -> int:
 def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None = None) -> Finding:
     """Check that torch was built for the machine's devices and driver.
 
-    nvidia, amd: True if the machine has GPUs of this vendor; None detects them. side: `gpu` or `cpu`, the devices for
-    which `launch/install.sh` installed the packages; None reads this from .venv.
+    nvidia, amd: whether the machine has GPUs of this vendor, or None to detect them. side: `gpu` or `cpu`, the device
+    type that `launch/install.sh` installed packages for, or None to read it from .venv.
     """
     import torch
 
@@ -64,7 +64,7 @@ def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None 
 
 
 def _driver() -> str:
-    """Return the name and version of the loaded GPU driver; empty if none is loaded."""
+    """Return the name and version of the loaded GPU driver, or "" if none is loaded."""
     for place, name in (("/proc/driver/nvidia/version", "NVIDIA driver"), ("/sys/module/amdgpu/version", "AMD driver")):
         try:
             words = Path(place).read_text().split()
@@ -76,7 +76,7 @@ def _driver() -> str:
 
 
 def listed(text: str) -> list[Finding]:
-    """Check the kinds and the free memory of GPUs. text: nvidia-smi's rows of index, name, total MiB and used MiB."""
+    """Check GPU models and free GPU memory. text: nvidia-smi's rows of index, name, total MiB and used MiB."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
     names = Counter(row[1] for row in rows)
     state = ", ".join(f"{number} x {name}" for name, number in names.items())
@@ -90,7 +90,7 @@ def listed(text: str) -> list[Finding]:
 
 
 def gpus(found: int) -> list[Finding]:
-    """Check the GPUs that nvidia-smi lists, and that torch has NCCL. found: number of GPUs that torch finds."""
+    """Check the GPUs listed by nvidia-smi, and that torch has NCCL. found: number of GPUs that torch finds."""
     import torch
     import torch.distributed as dist
 

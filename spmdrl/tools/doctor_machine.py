@@ -21,21 +21,21 @@ from spmdrl_sandbox.warm import Warm
 
 MIB, GIB = 1 << 20, 1 << 30
 FILES = 4096
-"""Limit on open files that a rank needs for its engine, its reward pool and its connections to all other ranks."""
+"""Open-file limit that a rank needs for its engine, its reward pool and its connections to all other ranks."""
 FEW_FILES = 256
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that torchrun sets for each rank."""
 SLOW = 100.0
-"""Write speed in MB/s below which a checkpoint of a large model takes many minutes."""
+"""Write speed in MB/s below which checkpointing a large model takes many minutes."""
 LITTLE = 20 * GIB
-"""Bytes of free disk space below which the next checkpoints may not fit."""
+"""Free disk space in bytes below which the next checkpoints might not fit."""
 
 
 def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = GIB) -> Finding:
     """Check that enough shared memory is free.
 
-    several_gpus: True makes too little memory a failure instead of a warning. least: free bytes below which NCCL and
-    vLLM may fail on several GPUs; Docker's default size is 64 MiB.
+    several_gpus: whether too little memory is a failure instead of a warning. least: free bytes below which NCCL and
+    vLLM can fail on several GPUs; Docker's default size is 64 MiB.
     """
     try:
         disk = os.statvfs(path)
@@ -53,7 +53,7 @@ def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = GIB) 
 
 
 def limits(infiniband: bool | None = None, get=resource.getrlimit) -> list[Finding]:
-    """Check the limits on open files, locked memory and core dumps. infiniband: None detects InfiniBand devices."""
+    """Check the limits on open files, locked memory and core dumps. infiniband: None to detect InfiniBand devices."""
     soft, hard = get(resource.RLIMIT_NOFILE)
     fix = "`ulimit -n 65536` before the start"
     if hard != resource.RLIM_INFINITY and hard < FILES:
@@ -96,9 +96,9 @@ def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | No
 
 
 def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Finding:
-    """Check that no variables of another job are set, because torchrun or a single process would use them.
+    """Check that no variables of another job are set, since torchrun or a single process would pick them up.
 
-    ranked: True if torchrun started this process and set variables for it.
+    ranked: whether torchrun started this process and set variables for it.
     """
     wrong = ("PET_",) if ranked else ("PET_", "TORCHELASTIC_")
     names = sorted(name for name in environment if name.startswith(wrong) or (name in OWN and not ranked))
@@ -108,7 +108,7 @@ def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Find
 
 
 def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ, cores: int = 0) -> Finding:
-    """Check the number of threads of each rank; by default torchrun gives one thread to each of several ranks."""
+    """Check the number of threads per rank; by default, torchrun gives each of several ranks a single thread."""
     cores = cores or len(os.sched_getaffinity(0))
     chosen, ranks = environment.get("OMP_NUM_THREADS", ""), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     ranks = ranks if ranked else max(1, gpus)
@@ -120,7 +120,7 @@ def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ
 
 
 def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[str, str] = os.environ) -> Finding:
-    """Check the address of the host name, to which gloo binds; other nodes cannot connect to 127.0.1.1."""
+    """Check the address that the host name resolves to and gloo binds to; other nodes cannot connect to 127.0.1.1."""
     name = name or socket.gethostname()
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
     try:
@@ -139,7 +139,7 @@ def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[
 
 
 def sandbox(start: Callable[[], Warm] = open_sandbox) -> Finding:
-    """Run a small program in a sandbox, and check that the program reaches no file, port or process outside."""
+    """Run a small program in a sandbox, and check that it cannot access any file, port or process outside."""
     try:
         opened = start()
     except SandboxError as error:
@@ -149,12 +149,12 @@ def sandbox(start: Callable[[], Warm] = open_sandbox) -> Finding:
 
 
 def hub_is_off(environment: Mapping[str, str]) -> bool:
-    """Return True if HF_HUB_OFFLINE keeps the hub's client from sending requests."""
+    """Return True if HF_HUB_OFFLINE stops the hub client from sending requests."""
     return environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Finding:
-    """Check that the model hub answers a HEAD request. wait: time limit in seconds."""
+    """Check that the model hub answers a HEAD request. wait: timeout in seconds."""
     place = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     if hub_is_off(environment):
         return ok("hub", "HF_HUB_OFFLINE is set: no requests, models come from folders and the cache")
@@ -172,11 +172,11 @@ def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Findi
 
 
 class FolderError(ValueError):
-    """A folder or a file that the doctor cannot write to."""
+    """Raised for a folder or file that the doctor cannot write to."""
 
 
 def nearest(folder: Path) -> Path:
-    """Return the folder if it exists, else the nearest folder above it that exists.
+    """Return the folder if it exists, or its nearest existing parent otherwise.
 
     Raises:
         FolderError: a part of the path is not a folder, or the folder cannot be written to.
@@ -190,7 +190,7 @@ def nearest(folder: Path) -> Path:
 
 
 def folder(place: Path, mib: int) -> list[Finding]:
-    """Check a folder's write speed with a file of `mib` MiB, its free space, and its file locks; remove the file.
+    """Check a folder's write speed, free space and file locks, using a temporary file of `mib` MiB.
 
     Raises:
         FolderError: the folder cannot be written to.
@@ -222,7 +222,7 @@ def folder(place: Path, mib: int) -> list[Finding]:
 
 
 def lock(file: Path) -> Finding:
-    """Check that a file's lock excludes another process, as two jobs in one run folder must exclude each other."""
+    """Check that a file lock excludes other processes, since two jobs must not share a run folder."""
     fix = (
         "mount the file system with locks (Lustre: -o flock); without them two jobs in one run folder are noticed late"
     )

@@ -1,4 +1,4 @@
-"""Measures all-reduce and all-to-all between ranks, and checks their results and the clocks of the ranks' nodes.
+"""Measures all-reduce and all-to-all between ranks, and checks their results and the nodes' clocks.
 
 Bandwidth is the bus bandwidth of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
 bytes x 2 (n - 1) / n for an all-reduce and bytes x (n - 1) / n for an all-to-all among n ranks, divided by the seconds.
@@ -20,21 +20,21 @@ REPEATS = 3
 
 @dataclass
 class Measured:
-    """Measurements of a group of ranks; speeds are in 1e9 bytes a second."""
+    """Measurements of a group of ranks; speeds are in 1e9 bytes per second."""
 
     ranks: int
     backend: str
     all_reduce: float = 0.0
     all_to_all: float = 0.0
     clock: float = 0.0
-    """Largest difference between two ranks' clocks in seconds, minus the duration of the measurement."""
+    """Maximum difference between two ranks' clocks, in seconds, minus the duration of the measurement."""
     error: str = ""
 
 
 def measure(group, device, mib: int) -> Measured:
-    """Measure collectives among all ranks of a group; each rank returns the speeds of the slowest rank. Collective.
+    """Measure collectives across all ranks of a group; each rank returns the slowest rank's speeds. Collective.
 
-    group: a group whose backend supports `device`. device: device of the buffers. mib: size of a buffer in MiB.
+    group: a process group whose backend supports `device`. device: buffer device. mib: buffer size in MiB.
     """
     import torch
     import torch.distributed as dist
@@ -87,7 +87,7 @@ def _skew(group, device) -> float:
 
 
 def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, int], mib: int, limit: float) -> None:
-    """Run one rank in this process: join the group, measure, and send the measurements as JSON."""
+    """Run one rank in this process: join the process group, measure, and send the measurements as JSON."""
     try:
         import torch
         import torch.distributed as dist
@@ -98,7 +98,7 @@ def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, 
             torch.cuda.set_device(device)
         torch.set_num_threads(1)
         within = timedelta(seconds=limit)
-        # Rank 0 listens on all addresses of its node; its store opens without waiting for clients.
+        # Rank 0 listens on all addresses of its node, and its store does not wait for clients.
         store = dist.TCPStore(*where, size, is_master=rank == 0, timeout=within, wait_for_workers=False)
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=within)
         found = measure(dist.group.WORLD, device, mib)
@@ -108,7 +108,7 @@ def _rank(pipe: Connection, rank: int, size: int, local: int, where: tuple[str, 
     pipe.send_bytes(json.dumps(asdict(found)).encode())
     pipe.close()
     sys.stdout.flush()
-    # `os._exit` skips destructors, which may wait for ranks that have ended. Rank 0 ends last, as it holds the store.
+    # `os._exit` skips destructors, which might wait for exited ranks. Rank 0 exits last, since it hosts the store.
     time.sleep(0.2 if rank == 0 else 0)
     os._exit(0)
 
@@ -122,17 +122,17 @@ def together(
         first: the lowest rank on this node; its other ranks follow.
         here: number of ranks on this node.
         size: number of ranks on all nodes.
-        where: address and port at which rank 0 listens.
-        gpus: number of GPUs of this node; if there are fewer GPUs than ranks here, the ranks run on the CPU.
+        where: address and port that rank 0 listens on.
+        gpus: number of GPUs on this node; if there are fewer than ranks here, the ranks run on the CPU.
         mib: size of a buffer in MiB.
-        limit: time limit in seconds for the start and the measurements together.
+        limit: timeout in seconds for startup and measurements together.
     """
-    # A forked process cannot use CUDA. Without GPUs, a fork avoids importing torch again, which takes seconds.
+    # Forked processes cannot use CUDA. Without GPUs, forking avoids importing torch again, which takes seconds.
     context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
     running = []
     for local in range(here):
         ours, theirs = context.Pipe(duplex=False)
-        # If there are fewer GPUs than ranks, an index beyond the number of GPUs puts every rank on the CPU.
+        # If there are fewer GPUs than ranks, an out-of-range index puts every rank on the CPU.
         args = (theirs, first + local, size, local if gpus >= here else 1 << 20, where, mib, limit)
         process = context.Process(target=_rank, args=args, daemon=True)
         process.start()

@@ -1,8 +1,8 @@
 """Checks whether a run can start on this machine: `python -m spmdrl.tools.doctor`.
 
-Each line begins with ok, warn or fail, and after warn or fail it ends with the fix; the exit code is 1 if a check
-fails. Under torchrun, rank 0 prints the reports of all nodes, and all-reduce and all-to-all run between all ranks
-instead of two on this machine.
+Each line starts with ok, warn or fail; warn and fail lines end with the fix. The exit code is 1 if a check fails. Under
+torchrun, rank 0 prints the reports of all nodes, and all-reduce and all-to-all are measured across all ranks instead of
+two ranks on this machine.
 
     --quick        take less than ten seconds and use no network: do not query the hub, write less to the disk
     --json FILE    write the findings as JSON, `-` for stdout (the lines are then printed on stderr)
@@ -36,12 +36,12 @@ from spmdrl.tools.preflight import parse_rounds, port_of
 
 PROG = "python -m spmdrl.tools.doctor"
 SKEW = 1.0
-"""Largest allowed difference of two nodes' clocks in seconds; beyond it, their logs cannot be put in order."""
+"""Maximum allowed clock difference between two nodes, in seconds; above it, their logs cannot be put in order."""
 JOIN = 60.0
-"""Maximum number of seconds that ranks started by torchrun wait for each other."""
+"""Timeout in seconds for ranks started by torchrun to wait for each other."""
 PAIR = 25.0
-"""Time limit in seconds of one round of the network test, which tests nodes in pairs. It includes the start of the
-processes and the wait for a late partner."""
+"""Timeout in seconds for one round of the pairwise network test, including process startup and waiting for a late
+partner."""
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the findings and exit with 0, 1 (a check fails) or 2 (a mistake in the command line)."""
+    """Print the findings and exit with 0, 1 (a check failed) or 2 (invalid command line)."""
     options = _arguments(argv)
     prepare()
     ranked = doctor_machine.under_torchrun() and os.environ["WORLD_SIZE"] != "1"
@@ -93,12 +93,12 @@ def main(argv: list[str] | None = None) -> None:
             os.replace(part, options.json)
     sys.stdout.flush()
     sys.stderr.flush()
-    # A regular exit would wait for groups of ranks that may be gone, and for threads of libraries.
+    # A regular exit would wait for process groups whose ranks may be gone, and for library threads.
     os._exit(int(bad))
 
 
 def _writable(file: Path) -> Path:
-    """Check that a file can be written; return the path of the partial file that is renamed to it when complete.
+    """Check that a file can be written; return the path of a temporary file to rename to it once complete.
 
     Raises:
         FolderError: the file cannot be written.
@@ -116,7 +116,7 @@ def _writable(file: Path) -> Path:
 
 @contextmanager
 def _of_flag() -> Iterator[None]:
-    """Put the flag `--dir` in front of the message of a FolderError from inside this context."""
+    """Prefix the messages of FolderErrors raised inside this context with the flag `--dir`."""
     try:
         yield
     except FolderError as error:
@@ -124,7 +124,7 @@ def _of_flag() -> Iterator[None]:
 
 
 def _show(reports: list[dict], out) -> None:
-    """Print the lines of each node, and the number of findings of each level."""
+    """Print the findings of each node, and the number of findings per level."""
     levels = Counter()
     for report in reports:
         if len(reports) > 1:
@@ -138,7 +138,7 @@ def _show(reports: list[dict], out) -> None:
 
 
 def _one_node(options: argparse.Namespace, ranked: bool) -> dict[str, Any]:
-    """Return the report of this node. ranked: True if torchrun started several ranks.
+    """Return this node's report. ranked: whether torchrun started several ranks.
 
     Raises:
         ConfigError: --config cannot be read.
@@ -151,18 +151,18 @@ def _one_node(options: argparse.Namespace, ranked: bool) -> dict[str, Any]:
     for number, partners in enumerate(parse_rounds(options.pairs)):
         for pair in partners:
             if options.node in pair:
-                # The deadline of a round does not depend on how long an earlier round waited for a partner.
+                # A round's deadline does not depend on how long earlier rounds waited for a partner.
                 limit = max(3.0, began + PAIR * (number + 1) - time.monotonic())
                 pairs.append(_with_partner(options, number, pair, gpus, limit))
     return {"node": options.node, "gpus": gpus, "findings": [each._asdict() for each in found], "pairs": pairs}
 
 
 def _local(options: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
-    """Run all checks that need no other node."""
+    """Run all checks that do not involve other nodes."""
     config = from_command_line(["--config", options.config], PROG).config if options.config else None
     engine = config.rollout.engine if config else ""
     found = [python(), doctor_software.requirements(), doctor_software.torch_version()]
-    # Without torch, the checks that import torch are left out.
+    # Without torch, the checks that import it are skipped.
     torch_imports = doctor_gpus.torch_imports()
     found += [doctor_gpus.build(), *doctor_gpus.gpus(gpus)] if torch_imports else []
     found += doctor_software.engines(engine, gpus)
@@ -187,7 +187,7 @@ def _local(options: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding
 
 @contextmanager
 def _variables(**values: str) -> Iterator[None]:
-    """Set environment variables inside this context, and restore the environment after it."""
+    """Set environment variables inside this context, and restore the environment on exit."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -198,19 +198,19 @@ def _variables(**values: str) -> Iterator[None]:
 
 
 def _two_ranks(gpus: int, quick: bool) -> Finding:
-    """Measure bandwidth between two ranks of this machine, over NCCL if there are two GPUs, else over gloo."""
+    """Measure bandwidth between two ranks on this machine, with NCCL if there are two GPUs and gloo otherwise."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mine = gpus if gpus >= 2 else 0
-    # Gloo uses the loopback interface, because it works even if the host name has no usable address.
+    # Gloo uses the loopback interface, which works even if the host name has no usable address.
     with _variables(GLOO_SOCKET_IFNAME="lo"):
         found = doctor_ranks.together(0, 2, 2, ("127.0.0.1", port), mine, 4 if quick else 64, 20.0 if quick else 60.0)
     return bandwidth("two ranks", found)
 
 
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
-    """Return the finding about the bandwidth and the results of a group of ranks."""
+    """Return the finding about bandwidth and correctness of a group of ranks."""
     if found.error:
         fix = "fix the lines above first; NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL prints details"
         return fail(name, found.error, fix)
@@ -219,7 +219,7 @@ def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
 
 
 def clocks(found: doctor_ranks.Measured) -> Finding:
-    """Return the finding about the difference between the clocks of several nodes."""
+    """Return the finding about the clock difference between nodes."""
     fix = "run chrony or ntpd on every node: times in the logs of ranks cannot be compared"
     return either(found.clock > SKEW, False, "clocks", f"at most {found.clock:.2f} s apart", fix)
 
@@ -228,10 +228,10 @@ def clocks(found: doctor_ranks.Measured) -> Finding:
 
 
 def _all_nodes(options: argparse.Namespace) -> list[dict]:
-    """Return the reports of all nodes on every rank; the first rank of each node runs its checks. Collective.
+    """Return the reports of all nodes, on all ranks; the first rank on each node runs its checks. Collective.
 
     Raises:
-        FolderError: on every rank, if --config cannot be read or --dir cannot be written to on a node.
+        FolderError: on all ranks, if --config cannot be read or --dir cannot be written to on any node.
     """
     import torch
     import torch.distributed as dist
@@ -265,7 +265,7 @@ def _all_nodes(options: argparse.Namespace) -> list[dict]:
 
 
 def _with_partner(options: argparse.Namespace, number: int, pair: tuple[str, str], gpus: int, limit: float) -> dict:
-    """Measure bandwidth between this node and its partner in a pair of the preflight."""
+    """Measure bandwidth between this node and its partner in a preflight pair."""
     from spmdrl.spmd.network import choose_interface
 
     here, place = int(os.environ.get("NPROC") or max(1, gpus)), pair.index(options.node)

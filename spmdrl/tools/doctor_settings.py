@@ -1,4 +1,4 @@
-"""Checks that the models, prompts, files of functions and GPUs in a run's settings exist."""
+"""Checks that the models, prompts, function files and GPUs in a run's settings exist."""
 
 import os
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from spmdrl.tools.doctor_machine import hub_is_off
 
 MODELS = ("model.path", "reference.path", "critic.path", "process_reward.path", "reward.model", "safety.cost_model")
 FUNCTIONS = {"reward.function": "compute_score", "algo.loss": "", "algo.advantage": "", "filter.keep": ""}
-"""Setting that may name a function in a file -> the function that is used if the value names only the file."""
+"""Setting that can name a function in a file -> function to use if the value names only the file."""
 Query = Callable[[str, str], str]
-"""Function that looks up a repository on the hub by kind (`model`, `dataset`) and name, like `query_hub`."""
+"""Looks up a repository on the hub by kind (`model`, `dataset`) and name, like `query_hub`."""
 
 
 def query_hub(kind: str, name: str) -> str:
-    """Look up a repository on the hub; return the reason if this fails, or an empty text if the hub has it."""
+    """Look up a repository on the hub; return "" if the hub has it, or the reason why the lookup failed."""
     from huggingface_hub import HfApi
 
     try:
@@ -32,16 +32,16 @@ def query_hub(kind: str, name: str) -> str:
 
 
 def settings(config: Config, gpus: int, quick: bool, query: Query = query_hub) -> list[Finding]:
-    """Check that the GPUs, models, data, functions and chat template that a run's settings name exist.
+    """Check that the GPUs, models, data, functions and chat template named in a run's settings exist.
 
-    gpus: number of GPUs that torch finds. quick: True to leave out queries of the hub.
+    gpus: number of GPUs that torch finds. quick: whether to skip hub queries.
     """
     hub = None if quick else query
     found = [device(config, gpus)]
     named = {name: get(config, name) for name in MODELS}
-    # `reward.model` may be a file that names a model; the check of the settings has already read the file.
+    # `reward.model` may be a file that names a model; validating the settings has already read the file.
     named["reward.model"] = model_path(named["reward.model"])
-    # Settings with the same model share one line, which names the first of these settings.
+    # Settings with the same model share one line, which names the first of them.
     for path in dict.fromkeys(path for path in named.values() if path):
         found.append(model(flag(next(name for name in MODELS if named[name] == path)), path, config, hub))
     found.append(data("--data.train", config.data.train, config, hub))
@@ -65,7 +65,7 @@ def device(config: Config, gpus: int) -> Finding:
 
 
 def _gpu_needs(config: Config) -> list[str]:
-    """Return the settings that need a GPU. Megatron also runs on a CPU, but only fast enough for small models."""
+    """Return the settings that need a GPU. Megatron also runs on CPU, but only small models are fast enough."""
     rollout, named = config.rollout, engine_name(config) != "hf"
     needs = {
         "--run.device cuda": config.run.device == "cuda",
@@ -78,9 +78,9 @@ def _gpu_needs(config: Config) -> list[str]:
 
 
 def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
-    """Check that a run can find a model by its folder, file or hub name, without downloading or converting anything.
+    """Check that a model's folder, file or hub name exists, without downloading or converting anything.
 
-    name: the flag. path: its value. query: looks up a name on the hub; None: the hub is not queried.
+    name: the flag. path: its value. query: looks up a name on the hub, or None to not query it.
     """
     from spmdrl.hub.folder import TINY, check_folder
     from spmdrl.hub.gguf import find_package_gguf
@@ -106,7 +106,7 @@ def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
 
 
 def data(name: str, spec: str, config: Config, query: Query | None) -> Finding:
-    """Check that the first row of a source of prompts can be read, or that a hub has the data set.
+    """Check that the first row of a prompt source can be read, or that the hub has the dataset.
 
     name, query: see `model`.
     """
@@ -129,12 +129,12 @@ def data(name: str, spec: str, config: Config, query: Query | None) -> Finding:
 
 
 def _on_hub(name: str, kind: str, repository: str, query: Query | None, fix: str) -> Finding:
-    """Check that a model or data set is in the hub's cache, or that the hub has it."""
+    """Check that a model or dataset is in the hub cache or on the hub."""
     from huggingface_hub import snapshot_download
 
     try:
         return ok(name, f"{repository}: {snapshot_download(repository, repo_type=kind, local_files_only=True)}")
-    except Exception:  # the hub client raises exceptions of several types if the name is invalid or not in the cache
+    except Exception:  # the hub client raises various exceptions if the name is invalid or not in the cache
         lacks = f"{repository} is neither a folder on this machine nor in the hub's cache"
     if hub_is_off(os.environ):
         return fail(name, f"{lacks}, and HF_HUB_OFFLINE is set", fix)
@@ -146,14 +146,14 @@ def _on_hub(name: str, kind: str, repository: str, query: Query | None, fix: str
 
 
 def _on_modelscope(name: str, spec: str, fix: str) -> Finding:
-    """Check that ModelScope's package is installed. spec: `ms:` and the name of a model or a data set."""
+    """Check that ModelScope's package is installed. spec: `ms:` followed by a model or dataset name."""
     if find_spec("modelscope") is None:
         return fail(name, f"{spec} needs the package modelscope", "pip install modelscope")
     return warn(name, f"{spec}: a run downloads it from ModelScope; the doctor does not look there", fix)
 
 
 def _functions(config: Config) -> list[Finding]:
-    """Check that files of functions exist and define the functions, and that a file of the chat template exists."""
+    """Check that function files exist and define their functions, and that the chat template file exists."""
     found = []
     for name, default in FUNCTIONS.items():
         value = get(config, name)

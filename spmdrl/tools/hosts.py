@@ -1,9 +1,9 @@
 """Runs launch/node.sh on several hosts, for preflight.py and ssh_start.py.
 
 In a SLURM job, srun starts the command. Otherwise ssh starts `python -m spmdrl.tools.hosts` on each host. That process
-reads environment variables and a command from its stdin, which is the ssh connection, and runs the command. Then it
-reads numbers of signals and sends these signals to the command. When the connection ends, it ends the command. This
-module imports only the standard library, so that the Python of any host can run it.
+reads environment variables and a command from stdin (the ssh connection) and runs the command. It then reads signal
+numbers and forwards these signals to the command, which it terminates when the connection closes. This module imports
+only the standard library, so that it runs with any host's Python.
 """
 
 import contextlib
@@ -22,26 +22,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 NODE = "./launch/node.sh"
 CARRIED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_", "HF_", "WANDB_", "VLLM_", "SGLANG_", "SPMDRL_", "PYTHON")
-"""Prefixes of the environment variables that are sent to other hosts, over stdin and not on a command line."""
+"""Prefixes of the environment variables to send to other hosts, over stdin rather than on the command line."""
 SETTINGS = ("NPROC", "MASTER_PORT", "GRACE", "PREFLIGHT", "PATH")
 REACH = 8.0
-"""Seconds within which a host must answer ssh."""
+"""Timeout in seconds for a host to answer ssh."""
 OTHERS = 15.0
-"""Seconds within which the other hosts may end by themselves, with a message, after one host failed."""
+"""Grace period in seconds for the other hosts to exit on their own, with an error message, after one host fails."""
 ENDING = 10.0
 """Seconds between SIGTERM and SIGKILL for a command on another host."""
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-o", "ServerAliveInterval=5"]
 
 
 class Hosts:
-    """Runs launch/node.sh on hosts by srun, or by ssh if `srun` is empty."""
+    """Runs launch/node.sh on hosts with srun, or with ssh if `srun` is empty."""
 
     def __init__(self, srun: Sequence[str] = (), inside: Sequence[str] = ()):
-        """srun: the srun command with flags, or empty. inside: words before a command that run it in a container."""
+        """srun: the srun command with flags, or empty. inside: command prefix that runs a command in a container."""
         self.srun, self.inside = list(srun), list(inside)
 
     def start(self, hosts: Sequence[str], words: Sequence[str], **streams: Any) -> list[subprocess.Popen]:
-        """Start `launch/node.sh WORDS` on all hosts: one process for all by srun, or one for each by ssh."""
+        """Start `launch/node.sh WORDS` on all hosts: one srun process in total, or one ssh process per host."""
         if self.srun:
             number = str(len(hosts))
             flags = ["--nodes", number, "--ntasks", number, "--nodelist", ",".join(hosts), "--kill-on-bad-exit=0"]
@@ -49,7 +49,7 @@ class Hosts:
         return [start_on(host, {"NODE_NAME": host}, [NODE, *words], **streams) for host in hosts]
 
     def on(self, hosts: Sequence[str], words: Sequence[str], seconds: float, output: Path) -> None:
-        """Run `launch/node.sh WORDS` on all hosts, for at most `seconds`. output: file for stdout and stderr."""
+        """Run `launch/node.sh WORDS` on all hosts for at most `seconds`. output: file for stdout and stderr."""
         with open(output, "wb") as file:
             running = self.start(hosts, words, stdout=file, stderr=subprocess.STDOUT)
             until = time.monotonic() + seconds
@@ -60,7 +60,7 @@ class Hosts:
 
 
 def end(running: Sequence[subprocess.Popen]) -> None:
-    """End processes that still run: close their stdin or send SIGTERM, and kill those that do not end in time."""
+    """Stop running processes: close their stdin or send SIGTERM, and kill those that do not exit in time."""
     left = [process for process in running if process.poll() is None]
     for process in left:
         if process.stdin:
@@ -78,12 +78,12 @@ def end(running: Sequence[subprocess.Popen]) -> None:
 
 
 def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables that are sent to other hosts."""
+    """Return the environment variables to send to other hosts."""
     return {name: value for name, value in environment.items() if name.startswith(CARRIED) or name in SETTINGS}
 
 
 def start_on(host: str, variables: dict[str, str], words: Sequence[str], **streams: Any) -> subprocess.Popen:
-    """Start a command on another host. `send` sends signals to the command; closing stdin ends it."""
+    """Start a command on another host. `send` forwards signals to it; closing stdin terminates it."""
     python = ".venv/bin/python" if (ROOT / ".venv" / "bin" / "python").exists() else "python3"
     line = f"cd {shlex.quote(str(ROOT))} && exec {python} -m spmdrl.tools.hosts"
     process = subprocess.Popen([*SSH, host, line], stdin=subprocess.PIPE, **streams)
@@ -92,7 +92,7 @@ def start_on(host: str, variables: dict[str, str], words: Sequence[str], **strea
 
 
 def send(process: subprocess.Popen, line: str) -> None:
-    """Send a line to the process on the other host; do nothing if the process has ended."""
+    """Send a line to the process on the other host; no-op if the process has exited."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.write(line.encode() + b"\n")
@@ -100,9 +100,9 @@ def send(process: subprocess.Popen, line: str) -> None:
 
 
 def main() -> int:
-    """Run the command in the first line of stdin, send it the signals in later lines, and end it when stdin ends."""
+    """Run the command in the first line of stdin, forward the signals in later lines, and stop it when stdin closes."""
     order = json.loads(sys.stdin.readline())
-    # HOSTS is removed so that this host does not start the job on the other hosts again.
+    # HOSTS is removed so that this host does not start the job on the other hosts in turn.
     variables = {name: value for name, value in os.environ.items() if name not in ("HOSTS", "NODE_RANK")}
     child = subprocess.Popen(
         order["words"], env=variables | order["variables"], stdin=subprocess.DEVNULL, start_new_session=True
@@ -123,12 +123,12 @@ def main() -> int:
 
 
 def code_of(returned: int) -> int:
-    """Return the exit code for a result of `Popen.wait`: 128 + n for a process that signal n ended, as in a shell."""
+    """Return the exit code for a result of `Popen.wait`: 128 + n if killed by signal n, as in a shell."""
     return 128 - returned if returned < 0 else returned
 
 
 def unreachable(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the hosts that do not answer ssh within `REACH` seconds or lack the folder ROOT, each with the reason.
+    """Return the hosts that do not answer ssh within `REACH` seconds or lack the folder ROOT, with the reasons.
 
     All hosts are tried in parallel.
     """

@@ -1,10 +1,10 @@
 """Chooses the nodes of a job before it starts: `python -m spmdrl.tools.preflight`, for slurm/job.sh and launch/node.sh.
 
-The doctor checks every node. Then neighbouring nodes measure all-reduce and all-to-all, all pairs of a round in
-parallel. A node is bad if it does not answer, if a check fails, if its number of GPUs differs from that of most
+The doctor checks every node. Then neighbouring nodes measure all-reduce and all-to-all bandwidth, with all pairs of a
+round in parallel. A node is bad if it does not answer, if a check fails, if it has a different number of GPUs than most
 nodes, or if its bandwidth is below the floor with every neighbour and, in a second measurement, with a good node. As
-many good nodes as the job needs are printed on stdout; bad nodes are printed with the reason on stderr. The preflight
-needs no installed packages, because it runs outside the job's container.
+many good nodes as the job needs are printed on stdout; bad nodes are printed on stderr with the reason. The preflight
+runs outside the job's container, so it needs no installed packages.
 """
 
 import argparse
@@ -22,30 +22,30 @@ from pathlib import Path
 from spmdrl.tools.hosts import Hosts
 
 ALL = 115.0
-"""Time limit of the complete preflight, in seconds."""
+"""Timeout of the whole preflight, in seconds."""
 FIRST, SECOND = 90.0, 40.0
-"""Time limits of the first and of the second measurement, in seconds."""
+"""Timeouts of the first and second measurement, in seconds."""
 SHARED = 2.0
-"""Maximum number of seconds until other nodes see a file that one node wrote into a shared folder."""
+"""Maximum delay in seconds until other nodes see a file written to a shared folder."""
 DOWN = ("down", "fail", "unknown", "not_responding", "*")
-"""Words in the state that `sinfo` shows for a node that cannot run a job."""
+"""Substrings of the `sinfo` states in which a node cannot run a job."""
 
 Pair = tuple[str, str]
 Reports = dict[str, dict]
 
 
 class TooFewError(ValueError):
-    """Fewer nodes are good than the job needs."""
+    """Raised if there are fewer good nodes than the job needs."""
 
 
 # ── pairs ────────────────────────────────────────────────────────────────────
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds of pairs of neighbours: at most two, or three for three nodes. No round contains a node twice.
+    """Return rounds of neighbour pairs: at most two, or three for three nodes. Each round contains a node at most once.
 
-    An even number of nodes forms a ring, and an odd number a row. Three nodes form a ring too, because the middle node
-    of a row would be in every pair.
+    An even number of nodes forms a ring, an odd number a chain. Three nodes also form a ring, because the middle node
+    of a chain would be in every pair.
     """
     n = len(hosts)
     pairs = [(hosts[i], hosts[i + 1]) for i in range(n - 1)]
@@ -63,16 +63,16 @@ def show_rounds(rounds: Sequence[Sequence[Pair]]) -> str:
 
 
 def parse_rounds(text: str) -> list[list[Pair]]:
-    """Return the rounds that `show_rounds` formatted as `text`."""
+    """Parse the rounds formatted by `show_rounds`."""
     split = [[tuple(pair.split("/")) for pair in each.split(",")] for each in text.split(";") if each]
     return [[(pair[0], pair[1]) for pair in pairs] for pairs in split]
 
 
 def port_of(base: int, text: str, number: int, pair: Pair) -> int:
-    """Return the port at which the first node of a pair listens; pairs differ, because nodes may share a machine."""
+    """Return the port that a pair's first node listens on; each pair uses its own, since nodes may share a machine."""
     rounds = parse_rounds(text)
     place = sum(map(len, rounds[:number])) + rounds[number].index(pair)
-    # The second measurement uses other ports, because those of the first one may still be in use.
+    # The second measurement uses different ports, because those of the first may still be in use.
     return base + 1 + (place + zlib.crc32(text.encode()) % 89) % 900
 
 
@@ -80,7 +80,7 @@ def port_of(base: int, text: str, number: int, pair: Pair) -> int:
 
 
 def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
-    """Return the nodes that are bad for other reasons than bandwidth, each with the reason."""
+    """Return the nodes that are bad for reasons other than bandwidth, with the reasons."""
     bad = {host: "no report arrived in time" for host in hosts if host not in reports}
     for host, report in reports.items():
         wrong = [each for each in report["findings"] if each["level"] == "fail"]
@@ -88,7 +88,7 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
             bad[host] = "; ".join(f"{each['name']}: {each['state']} (fix: {each['fix']})" for each in wrong)
     counts = Counter(report["gpus"] for report in reports.values())
     if len(counts) > 1:
-        # If two numbers are equally frequent, the larger one counts as the usual one.
+        # If two numbers are equally frequent, the larger one wins.
         usual = max(counts, key=lambda number: (counts[number], number))
         for host, report in reports.items():
             if report["gpus"] != usual:
@@ -98,9 +98,9 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
 
 
 def _below(pair: dict, floors: tuple[float, float]) -> str:
-    """Return the reason why a measured pair is bad; empty if it is good.
+    """Return the reason why a measured pair is bad, or "" if it is good.
 
-    floors: least bandwidths of all-reduce and all-to-all in GB/s.
+    floors: minimum all-reduce and all-to-all bandwidths in GB/s.
     """
     if pair["error"]:
         return pair["error"]
@@ -109,7 +109,7 @@ def _below(pair: dict, floors: tuple[float, float]) -> str:
 
 
 def _slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
-    """Return the nodes that are in no good pair, with reasons, and a line for each bad pair of the other nodes.
+    """Return the nodes that are in no good pair, with reasons, and a line for each bad pair among the other nodes.
 
     hosts: nodes to evaluate; their pairs with other nodes are ignored.
     """
@@ -132,10 +132,10 @@ def _slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -
 
 
 def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds that pair each suspect with a good node.
+    """Return rounds that pair each suspect node with a good node.
 
-    Without a good node, the pairs of suspects run again with listener and client swapped, because the first measurement
-    may have failed by chance.
+    If there is no good node, pairs of suspects are measured again with listener and client swapped, because the first
+    measurement may have failed by chance.
     """
     if not clean:
         return [[(second, first) for first, second in pairs] for pairs in rounds_of(suspects)]
@@ -160,11 +160,11 @@ def choose(
     Args:
         hosts: nodes of the job, spares included.
         need: number of nodes that the job needs.
-        look: runs the doctor on nodes: (nodes, rounds, only pairs, seconds allowed) -> the reports that arrived.
-        floors: least bandwidths of all-reduce and all-to-all in a pair, in 1e9 bytes a second.
+        look: runs the doctor on nodes: (nodes, rounds, only pairs, timeout in seconds) -> the reports received.
+        floors: minimum all-reduce and all-to-all bandwidths of a pair, in 1e9 bytes per second.
         say: prints a line.
-        dead: nodes that are known to be down, with the reason.
-        slurm: True if SLURM allotted the nodes, False if HOSTS names them.
+        dead: nodes that are known to be down, with the reasons.
+        slurm: whether the nodes were allocated by SLURM rather than named in HOSTS.
 
     Raises:
         TooFewError: fewer than `need` nodes are good.
@@ -207,7 +207,7 @@ def _enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool) -
     """Check that enough nodes are good.
 
     Raises:
-        TooFewError: fewer than `need` nodes are good; the message names ways to get others.
+        TooFewError: fewer than `need` nodes are good; the message suggests how to get others.
     """
     good = len(hosts) - len(bad)
     if good >= need:
@@ -225,10 +225,10 @@ def _enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool) -
 
 
 def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
-    """Return the `look` of `choose`: it runs the doctor on nodes, which write their reports into a shared folder."""
+    """Return the `look` argument of `choose`, which runs the doctor on nodes that report to a shared folder."""
 
     def look(hosts: Sequence[str], rounds: str, only_pairs: bool, seconds: float) -> Reports:
-        # Each call uses a new folder, because an NFS client may cache for a minute that a file does not exist.
+        # Each call uses a new folder, because NFS clients may cache for a minute that a file does not exist.
         place = folder / f"{time.strftime('%Y%m%d-%H%M%S')}{'-again' if only_pairs else ''}"
         place.mkdir(parents=True)
         words = ["doctor", "--reports", str(place.absolute()), "--port", str(port)]
@@ -250,7 +250,7 @@ def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
 
 
 def states(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the nodes that SLURM reports as down, each with its state."""
+    """Return the nodes that SLURM reports as down, with their states."""
     words = ["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"]
     try:
         text = subprocess.run(words, capture_output=True, text=True, timeout=15).stdout

@@ -1,7 +1,7 @@
-"""Checks that the first node of a job can be reached from this one: `python -m spmdrl.tools.reach ADDRESS PORT`.
+"""Checks that the first node of a job is reachable from this one: `python -m spmdrl.tools.reach ADDRESS PORT`.
 
-Prints the network interface to the first node, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. An empty line means that
-gloo and NCCL choose the interface.
+Prints the network interface to the first node, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. An empty line leaves the
+choice to gloo and NCCL.
 """
 
 import os
@@ -13,9 +13,9 @@ from spmdrl.spmd.network import NAMES, choose_interface
 
 
 def problem(address: str, port: int, wait: float = 3.0, tries: int = 3) -> str:
-    """Return the reason why a host cannot be reached; empty if it can be. wait: time limit of one try, in seconds.
+    """Return the reason why a host is unreachable, or "" if it is reachable. wait: timeout per attempt, in seconds.
 
-    A host that refuses the connection can be reached; its torchrun has not started yet.
+    A host that refuses the connection is reachable; its torchrun has not started yet.
     """
     why = ""
     for attempt in range(tries):
@@ -34,7 +34,7 @@ def problem(address: str, port: int, wait: float = 3.0, tries: int = 3) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the network interface; return 1 if the first node cannot be reached. PREFLIGHT=0 skips the check."""
+    """Print the network interface; return 1 if the first node is unreachable. PREFLIGHT=0 skips the check."""
     address, port = (sys.argv[1:] if argv is None else argv)[:2]
     why = "" if os.environ.get("PREFLIGHT") == "0" else problem(address, int(port))
     if why:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    # `choose_interface` reads the variables of a rank; any values that describe several nodes have the same effect.
+    # `choose_interface` reads a rank's variables; any values that describe several nodes work here.
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
     try:
         choose_interface()

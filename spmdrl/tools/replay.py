@@ -1,7 +1,7 @@
-"""Recomputes an optimizer step whose gradient norm was a spike: `python -m spmdrl.tools.replay RUN/spikes/step_000012`.
+"""Recomputes an optimizer step whose gradient norm spiked: `python -m spmdrl.tools.replay RUN/spikes/step_000012`.
 
-One process recomputes the loss, the gradient norm and the contributions of episodes to them, from the batch that the
-run saved and the weights of the last checkpoint before the step. It takes no optimizer step and writes no file.
+A single process recomputes the loss, the gradient norm and each episode's contribution to them, from the batch saved by
+the run and the last checkpoint before the step. It takes no optimizer step and writes no files.
 
     --model PATH   use the weights of this folder or hub name instead (as --model.path)
     --top N        show N episodes (8)
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Replay the step of one folder and print the report."""
+    """Replay the step saved in a folder and print the report."""
     parser = argparse.ArgumentParser("python -m spmdrl.tools.replay", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of a step that the run saved: RUN/spikes/step_000012")
     parser.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _alone(cfg: Config, device: str, model: str) -> Config:
-    """Return the settings of a run, changed for one process that only computes a gradient."""
+    """Return a run's settings, adapted to a single process that only computes a gradient."""
     again = "none" if cfg.policy.activation_checkpointing == "none" else "full"
     policy = replace(cfg.policy, backend="fsdp", activation_checkpointing=again, offload="none", moe_bias_rate=0.0)
     return replace(
@@ -61,7 +61,7 @@ def _alone(cfg: Config, device: str, model: str) -> Config:
 
 
 def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto") -> Iterator[str]:
-    """Recompute the step of one folder and yield the lines of the report.
+    """Recompute the step saved in a folder and yield the lines of the report.
 
     Raises:
         ValueError: the folder, its run or the weights cannot be read.
@@ -131,9 +131,9 @@ def _settings(file: Path) -> Config:
 
 
 def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | None, int]:
-    """Return the newest verified checkpoint from before the step, and its number of optimizer steps.
+    """Return the newest intact checkpoint from before the step, and its number of optimizer steps.
 
-    If no checkpoint is that old, return None and 0, which mean the model that the run started from.
+    If there is none, return None and 0, which stand for the model that the run started from.
     """
     from spmdrl.checkpoint.manifest import problems
     from spmdrl.checkpoint.published import steps_saved
@@ -151,16 +151,16 @@ def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | No
 
 
 def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
-    """Return the step's model, with weights of a checkpoint or the initial weights, and the source of the weights."""
+    """Return the step's model, with checkpointed or initial weights, and where the weights came from."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
     from spmdrl.policy.self_check import choose_form
 
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
-    # The run called `choose_form` too, so both use the same form of the model and compute the same numbers.
+    # The run also called `choose_form`, so both use the same form of the model and compute the same numbers.
     choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
-    # No optimizer step follows, so only the weights of a checkpoint are read.
+    # There is no optimizer step, so only the checkpoint's weights are loaded.
     model.optimizer, optimizer = None, model.optimizer
     folder = checkpoint and (checkpoint if which == "policy" else checkpoint / which)
     if folder is not None:
@@ -170,7 +170,7 @@ def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | No
 
 
 def _objective_of(algo: "Algorithm", cfg: Config, policy: Any, facts: dict, peers: Any) -> Any:
-    """Return the objective with which the step trained its model."""
+    """Return the objective that the step used to train its model."""
     from spmdrl.policy.objectives.reinforcement import CriticObjective, PolicyObjective, ProcessObjective
 
     columns = {"critic": ("returns", "values"), "cost_critic": ("cost_returns", "cost_values")}
@@ -183,7 +183,7 @@ def _objective_of(algo: "Algorithm", cfg: Config, policy: Any, facts: dict, peer
 
 
 def _verdict(norm: float, want: float) -> str:
-    """Return a comparison of the norm with the run's norm, as text."""
+    """Compare the norm with the run's norm; return the result as text."""
     if not (math.isfinite(norm) and math.isfinite(want)):
         return "as in the run" if math.isfinite(norm) == math.isfinite(want) else "not as in the run"
     off = abs(norm - want) / max(abs(want), 1e-30)
@@ -193,9 +193,9 @@ def _verdict(norm: float, want: float) -> str:
 
 
 def _part_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
-    """Return the contribution of one episode to the loss, and the largest |logp - old_logp| of its tokens.
+    """Return an episode's contribution to the loss, and the maximum |logp - old_logp| of its tokens.
 
-    index: index of the first sequence of the episode.
+    index: index of the episode's first sequence.
     """
     import torch
 
@@ -211,7 +211,7 @@ def _part_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: An
 
 
 def _norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> float:
-    """Return the norm of the gradient of one episode's contribution to the loss. index: its first sequence."""
+    """Return the gradient norm of one episode's contribution to the loss. index: index of its first sequence."""
     policy.gradient([_episode(batch, index)], objective, shared)
     norm = policy.gradient_norm()
     policy.zero_grad()
@@ -219,17 +219,17 @@ def _norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: An
 
 
 def _episode(batch: "Batch", index: int) -> "Batch":
-    """Return all sequences of the episode that contains the sequence `index`."""
+    """Return all sequences of the episode that contains sequence `index`."""
     import torch
 
     return batch.select(torch.nonzero(batch.episode == batch.episode[index]).flatten())
 
 
 def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader) -> Iterator[str]:
-    """Yield a table of episodes: first those with a loss or gradient that is not finite, then by norm of the gradient.
+    """Yield a table of episodes: first those with a non-finite loss or gradient, then by descending gradient norm.
 
-    If all are finite, only episodes with the largest |loss| and |logp - old_logp| are compared, as each norm takes a
-    backward pass. reader: parses the tool calls of turns; None for a run without an environment.
+    If all are finite, only the episodes with the largest |loss| and |logp - old_logp| are compared, since each norm
+    takes a backward pass. reader: parses tool calls, or None for a run without an environment.
     """
     from spmdrl.data.pack import to_episodes
 
@@ -246,7 +246,7 @@ def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: in
     if not broken and all(math.isfinite(row["norm"]) for row in rows):
         rows.sort(key=lambda row: -row["norm"])
     else:
-        # A finite loss may have a gradient that is not finite, so the gradients of all episodes are computed.
+        # A finite loss can have a non-finite gradient, so the gradients of all episodes are computed.
         for row in (row for row in found if "norm" not in row):
             row["norm"] = _norm_of(policy, batch, row["index"], objective, shared)
         rows = sorted(found, key=lambda row: (math.isfinite(row["loss"]) and math.isfinite(row["norm"]), -row["norm"]))

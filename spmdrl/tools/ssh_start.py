@@ -1,7 +1,7 @@
-"""Starts a job on hosts by ssh: `python -m spmdrl.tools.ssh_start`, which launch/node.sh runs if HOSTS is set.
+"""Starts a job on hosts over ssh: `python -m spmdrl.tools.ssh_start`, run by launch/node.sh if HOSTS is set.
 
-The preflight chooses the hosts. This module and those that it imports need no installed packages, so that any Python
-can run it.
+The preflight chooses the hosts. This module and its imports need no installed packages, so that it runs with any
+Python.
 """
 
 import os
@@ -37,7 +37,7 @@ def _say(line: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start `launch/node.sh ARGV` on the hosts of HOSTS; return the exit code of the first host that failed, else 0."""
+    """Start `launch/node.sh ARGV` on the hosts in HOSTS; return the exit code of the first host that failed, or 0."""
     words = list(sys.argv[1:] if argv is None else argv)
     hosts = list(dict.fromkeys(os.environ["HOSTS"].replace(",", " ").split()))
     port = int(os.environ.get("MASTER_PORT") or 29500)
