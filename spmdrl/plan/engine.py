@@ -51,7 +51,8 @@ class PaperEngine:
         build allocates when it first samples. `unknown`: names of tensors that match no rule and are counted at full
         size."""
         self.workspace: dict[str, int] = {}
-        """Estimated bytes that sampling needs in addition to weights and cache, by purpose; empty on a CPU."""
+        """Estimated bytes that sampling needs in addition to weights and cache, by purpose, or an empty dict on a
+        CPU."""
         if gpu_memory is not None:
             self.workspace = workspace_of(cfg, self.layout, self.longest, gpu_memory)
             if found.beside:

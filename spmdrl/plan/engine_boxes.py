@@ -40,7 +40,7 @@ class Cut:
     """The part of one tensor that a rank holds."""
 
     boxes: list[Box]
-    """Slices of the tensor; empty if the rank holds none of it."""
+    """Slices of the tensor, or an empty list if the rank holds none of it."""
     group: Literal["vocabulary", "linear", "expert", "whole", "unknown"] = "whole"
     """The layer type, which determines padding and quantization; `unknown` means that no rule matches the name and the
     full tensor is counted."""

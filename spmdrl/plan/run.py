@@ -26,7 +26,7 @@ class Planned:
     rank: Rank
     bounds: dict[str, Bound]
     engine: dict[str, Any]
-    """Result of `engine_facts`; empty on ranks that do not sample."""
+    """Result of `engine_facts`, or an empty dict on ranks that do not sample."""
     numbers: int
     """Number of parameters of the full policy."""
     means: dict[str, float] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class Step:
     moved: tuple[int, int]
     """Bytes that a step moves from the device to the host, and bytes moved back."""
     checkpoint: int
-    """Size of a checkpoint, written jointly by all ranks; 0 on a rank that does not train."""
+    """Size of a checkpoint, which all ranks write together, or 0 on a rank that does not train."""
 
     @property
     def host(self) -> dict[str, int]:

@@ -38,7 +38,7 @@ class Row:
 
     @property
     def flags(self) -> str:
-        """The change as command-line flags; empty for the job's own settings."""
+        """The change as command-line flags, or an empty string for the job's own settings."""
         return self.change.flags if self.change else ""
 
     def facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-r"""The reward `numeric`, which compares the last number of a response with the truth within a tolerance.
+r"""The reward `numeric`, which compares the last number in a response with the ground truth within a tolerance.
 
 The last number in the last `\boxed{...}` counts or, if there is no box, the last number in the response. Numbers can be
 written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number, including `%`, are

@@ -74,7 +74,7 @@ class Value:
     """True for a percentage, such as 50%, which equals both 50 and 0.5."""
 
 
-@lru_cache(maxsize=1024)  # the samples of a prompt have the same truth and often the same answer
+@lru_cache(maxsize=1024)  # samples of a prompt share the ground truth and often the answer
 def read(text: str) -> Value | None:
     """Parse an answer and return its value, or None if it cannot be parsed completely."""
     if len(text) > LONGEST:
