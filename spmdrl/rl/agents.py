@@ -1,9 +1,9 @@
 """Conversations of the policy with environments in worker processes, from messages to tokens and back.
 
-First the environment opens the conversation. Then each response is parsed (`env/calls.py`) and sent to the environment
-(`env/pool.py`). The environment's answer becomes tokens, and the policy continues after them (`data/conversation.py`).
-At the end the environment scores the conversation. All open conversations of an engine run at the same time, so a slow
-tool delays only one episode.
+The environment opens the conversation. Each response is then parsed (`env/calls.py`) and sent to the environment
+(`env/pool.py`). The environment's answer is tokenized and appended, and the policy continues from there
+(`data/conversation.py`). At the end the environment scores the conversation. All open conversations of an engine run
+concurrently, so a slow tool delays only its own episode.
 """
 
 import math
@@ -26,10 +26,10 @@ from spmdrl.rl.tool_calls import form_of, unfit
 from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
-"""Part of the key of environments' seeds; it makes them differ from all other seeds of the run."""
+"""Constant mixed into environment seeds, so that they differ from all other seeds of the run."""
 CHARACTERS = 200
-"""Assumed maximum number of characters in a token. A text with more characters than this number times the limit on
-tokens is too long, and is not even tokenized."""
+"""Assumed maximum number of characters per token. A text longer than this times the token limit is rejected without
+being tokenized."""
 
 
 class Agents(Environment):
@@ -46,15 +46,15 @@ class Agents(Environment):
         answer_column: str,
         weight: float,
     ):
-        """Start the workers. Unless each row names its own environment, create the environment once to check it.
+        """Start the workers, and create the environment once to check it, unless each row names its own.
 
-        ends: tokens that end a response. answer_column: key under which the environment's row contains the ground
-        truth, in addition to the key `ground_truth`. weight: factor on the environment's rewards
+        ends: tokens that end a response. answer_column: additional key (besides `ground_truth`) under which the
+        environment's row contains the ground truth. weight: scaling factor for the environment's rewards
         (`config.environment.weight_of`).
 
         Raises:
-            ValueError: the environment does not exist, or it has tools, but the chat template does not show them or
-                their call format is unknown.
+            ValueError: the environment does not exist, or it has tools that the chat template does not render or whose
+                call format is unknown.
         """
         self.found, self.renderer, self.ends = found, renderer, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
@@ -80,8 +80,8 @@ class Agents(Environment):
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """Implements `Environment.open`."""
         place, prompt = place_of(episode), group.prompt
-        # All samples of a prompt get the same seed, because they are compared with each other. `born` distinguishes
-        # training from evaluation, and stays the same in a group that a later step continues.
+        # All samples of a prompt share a seed, because they are compared with each other. `born` distinguishes training
+        # from evaluation, and does not change when a later step continues the group.
         seed = seed_for(plan.key[0], SEED, group.born, prompt.index, group.position)
         try:
             opening = opening_of(self.found, prompt, self.answer_column, seed)
@@ -107,7 +107,8 @@ class Agents(Environment):
             # The environment answered this turn before the episode was cut short, so only the final reward is missing.
             self._begin(state, lambda: self._score(episode, state.finish))
             return
-        # A complete turn is sent even if no tokens are left, because the environment may end the episode with it.
+        # A complete turn is sent even if the token budget is used up, because the environment may end the episode with
+        # it.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
         if not whole:
             self._begin(state, lambda: self._score(episode, "length"))
@@ -130,7 +131,7 @@ class Agents(Environment):
                 self._take(self.episodes[place], reply)
             if self.ready or not left or not self.pool.pending:
                 break
-        # The observations are sorted, so that the order of replies that arrive together does not depend on timing.
+        # Sort the observations, so that the order of replies that arrive together does not depend on timing.
         ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
         return ready
 
@@ -144,7 +145,7 @@ class Agents(Environment):
                 # The episode has no tokens, so a later step opens it from the beginning.
                 episode.conversation = None
             elif keep:
-                # The pending answer is dropped. When the episode continues, its turn is sent and counted again.
+                # The pending answer is dropped. The turn is sent and counted again when the episode resumes.
                 again = state.request in ("say", "score") or state.next_request is not None
                 self.counts["turns"] -= again
                 state.responses -= again
@@ -165,12 +166,12 @@ class Agents(Environment):
     # ── requests and replies ─────────────────────────────────────────────────
 
     def _response(self, episode: Episode) -> tuple[list[int], bool]:
-        """Return the tokens of an episode's last response, and whether its last token ends a turn."""
+        """Return the tokens of the episode's last response, and True if the last one is an end-of-turn token."""
         made = episode.response
         return made, bool(made) and made[-1] in self.ends
 
     def _begin(self, state: ConversationState, request: Callable[[], None]) -> None:
-        """Begin a request at once, or, if another request is pending, after the answer to that request."""
+        """Send a request now or, if another one is pending, once that one is answered."""
         if state.request:
             state.next_request = request
         else:
@@ -185,7 +186,7 @@ class Agents(Environment):
         again = request == "open" and state.reopening
         failure = reply.failure or (state.difference(reply) if again else "")
         if failure and again and not state.next_request:
-            # The engine is sampling a response for the episode, so the episode ends only after that response.
+            # The engine is still sampling a response for this episode, so end the episode after that response.
             state.failure = failure
         elif failure:
             state.next_request = None
@@ -254,7 +255,7 @@ class Agents(Environment):
         except ValueError as error:
             self._fail(episode, f"{state.name}: {error}")
             return
-        # At least the last token of a branch counts as new, even if the earlier path contains all of its tokens.
+        # At least the last token of a branch counts as new, even if the earlier path already contains all of them.
         shared = min(shared_length(path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
         if state.room <= len(tokens) - shared:
             self._score(episode, "length")

@@ -1,8 +1,9 @@
-"""Distils a teacher with another tokenizer, by comparing spans of text.
+"""Distils from a teacher with a different tokenizer, by comparing spans of text.
 
-The teacher reads its own prompt, followed by the student's response encoded in the teacher's tokens. The loss compares
-spans of text that consist of complete tokens of both tokenizers (`rl/retokenize.py`, `policy/objectives/aligned.py`).
-The metric `align/left_out` is the share of responses that cannot be aligned; the log gives the reasons.
+The teacher reads its own prompt, followed by the student's response re-encoded with the teacher's tokenizer. The loss
+compares text spans that end at a token boundary in both tokenizations (`rl/retokenize.py`,
+`policy/objectives/aligned.py`). The metric `align/left_out` is the fraction of responses that cannot be aligned; the
+log gives the reasons.
 """
 
 import logging
@@ -33,7 +34,7 @@ log = logging.getLogger("spmdrl")
 
 
 class Alignment:
-    """The computations with the teacher in a distillation between two tokenizers."""
+    """Runs the teacher and aligns its tokens with the student's, for distillation across tokenizers."""
 
     def __init__(self, run: Run, cfg: DistillationConfig, reader: TargetReader):
         """reader: computes the student's targets from the teacher's hidden states.
@@ -54,7 +55,7 @@ class Alignment:
         template, theirs = job_template(cfg, run.tokenizer), chosen_template(tokenizer)
         ends = stop_tokens(own, run.tokenizer, template), stop_tokens(folder, tokenizer, theirs)
         self.pair = Pair(run.tokenizer, tokenizer, *ends, template)
-        # The template of --data.chat-template is for the student's tokenizer, so the teacher's prompts do not use it.
+        # --data.chat-template is meant for the student's tokenizer, so the teacher's prompts do not use it.
         self.prompts, self.room = teacher_prompts(cfg, tokenizer, "", run.prompts), room(cfg)
         self.matched = None
         if cfg.distill.align == "gold":
@@ -69,7 +70,7 @@ class Alignment:
         return self.run.models.reference
 
     def objective(self) -> AlignedObjective:
-        """Return the objective of an update. Collective over the ranks that train."""
+        """Return the objective for an update. Collective over the ranks that train."""
         run, head, matched = self.run, self.teacher.output_head(), self.matched
         if matched is not None:
             here = run.world.device
@@ -104,7 +105,7 @@ class Alignment:
     def align(self, batch: Batch) -> tuple[list[Aligned | None], Metrics]:
         """Return each sequence's alignment, and metrics.
 
-        The alignment is None for a sequence that cannot be aligned; `align/left_out` is the share of these sequences.
+        The alignment is None for a sequence that cannot be aligned; `align/left_out` is the fraction of such sequences.
         """
         lengths, metrics, out = batch.lengths.tolist(), Metrics(), []
         starts = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
@@ -131,7 +132,7 @@ class Alignment:
         return out, metrics
 
     def in_teacher_tokens(self, batch: Batch, kept: list[int], found: list[Aligned]) -> Batch:
-        """Return the aligned sequences in the teacher's tokens, each after the teacher's prompt.
+        """Return the aligned sequences in the teacher's tokens, each with the teacher's prompt in front.
 
         kept: indices of the aligned sequences in the batch; found: their alignments.
         """
@@ -146,13 +147,14 @@ class Alignment:
     def places(
         self, batch: Batch, read: Batch, kept: list[int], found: list[Aligned]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[range]]:
-        """Return the positions of the tokens of the N aligned spans in `batch` (student) and `read` (teacher).
+        """Return the token positions of the N aligned spans in `batch` (student) and `read` (teacher).
 
-        In each span the distributions at one base token of the student and at one of the teacher are compared.
+        In each span, the student's distribution at its base token is compared with the teacher's at the teacher's base
+        token.
 
         Returns:
             The positions of the base tokens: the student's in `batch` [N] and the teacher's in `read` [N].
-            For each of the teacher's M other tokens, the number of its span [M] and its position in `read` [M].
+            For each of the teacher's M other tokens, the index of its span [M] and its position in `read` [M].
             For each span, the range of its positions in `batch`.
         """
         last = self.cfg.distill.merge == "last"
@@ -192,5 +194,5 @@ class Alignment:
 
 
 def columns(pairs: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return two int64 tensors: the first number of every pair, and the second number of every pair."""
+    """Return the first and the second numbers of the pairs as two int64 tensors."""
     return list(torch.tensor(pairs, dtype=torch.int64).reshape(len(pairs), 2).unbind(1))

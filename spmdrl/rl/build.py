@@ -47,22 +47,22 @@ from spmdrl.spmd.storage import scratch_folder
 
 @dataclass(frozen=True)
 class Sources:
-    """The tokenizer and the prompts, which a run reads before it builds models."""
+    """The tokenizer and the prompts, which a run loads before it builds any model."""
 
     folder: Path
     """Folder of the policy's model."""
     tokenizer: Any
     limit: int
-    """Maximum number of tokens of a prompt."""
+    """Maximum prompt length in tokens."""
     stop: set[int]
     """Tokens that end a response."""
     prompts: PromptSet
     eval_prompts: PromptSet | None
-    """Prompts of evaluations; None if the run never evaluates."""
+    """Evaluation prompts, or None if the run never evaluates."""
 
 
 def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] = PolicyGradient) -> Run:
-    """Build a run. Collective over all ranks. method: creates the learning method for the run."""
+    """Build a run. Collective over all ranks. method: factory for the run's learning method."""
     cfg, world = session.cfg, session.world
     algo = compose(cfg)
     keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
@@ -73,7 +73,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     data_sources = {prompt.data_source for each in (read.prompts, read.eval_prompts) if each for prompt in each.prompts}
     grader = load_reward(cfg.reward, cfg.sandbox, finite, data_sources) if world.samples else None
     judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
-    # Every rank computes this width, because the batches of ranks without samples must have the same columns.
+    # Every rank computes this width, because batches must have the same columns even on ranks without samples.
     experts_width = experts_of(read.folder, cfg.model.trust_remote_code).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     environment = None
@@ -121,7 +121,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
 
 
 def read_sources(session: Session[Config]) -> Sources:
-    """Read the tokenizer and the prompts of a run. Collective over all ranks.
+    """Load the tokenizer and the prompts of a run. Collective over all ranks.
 
     Raises:
         ValueError: a file cannot be read or contradicts the settings; the message names the flag.
@@ -144,10 +144,10 @@ def read_sources(session: Session[Config]) -> Sources:
 
 
 def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
-    """Build and check the models of a run, and set up scoring by reward models. Collective over all ranks.
+    """Build and check the models of a run, and set up reward-model scoring. Collective over all ranks.
 
     Raises:
-        ValueError: a model is unsuitable for its role, or computes wrong numbers on this machine.
+        ValueError: a model does not fit its role, or computes wrong results on this machine.
     """
     cfg = session.cfg
     models = build_models(cfg, session.world, algo.needs)
@@ -162,9 +162,9 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
 
 
 def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment:
-    """Open the environment for the samples of this rank's engine. Collective over the engine.
+    """Open the environment for episodes on this rank's engine. Collective over the engine.
 
-    ends: tokens that end a response. room: maximum number of tokens of an episode's first prompt.
+    ends: tokens that end a response. room: maximum length of an episode's first prompt in tokens.
 
     Raises:
         ValueError: the environment does not exist, or the chat template cannot render conversations.
@@ -210,7 +210,7 @@ def _warnings(cfg: Config) -> Iterator[str]:
 
 
 def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:
-    """Load the prompts of a source, and check that all ranks read the same prompts. Collective over all ranks."""
+    """Load prompts from a source, and check that all ranks loaded the same ones. Collective over all ranks."""
     prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit, bool(session.cfg.env))
     check_truths(prompts, session.cfg.reward)
     if session.cfg.env:

@@ -1,4 +1,4 @@
-"""Creates the `Algorithm` of a run: finds its functions by name or in a user's file, and gives them their settings."""
+"""Creates a run's `Algorithm`: looks up its functions by name or in a user's file, and binds their settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from spmdrl.policy.objectives.algorithm import MOMENTS, Algorithm
 
 
 def compose(cfg: Config) -> Algorithm:
-    """Return the algorithm of a run. Raises ValueError for unknown names."""
+    """Return the algorithm for a run. Raises ValueError for unknown names."""
     algo, advantage, loss, wanted = cfg.algo, advantage_of(cfg), loss_of(cfg), needs(cfg)
     return Algorithm(
         settings=algo,
@@ -38,7 +38,7 @@ def compose(cfg: Config) -> Algorithm:
 
 
 def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
-    """Parse weights such as `("format=1", "answer=2")` to a dict; return None if there are none.
+    """Parse weights such as `("format=1", "answer=2")` into a dict; return None if there are none.
 
     A name alone has weight 1.
 
@@ -54,7 +54,7 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
 
 
 def settings_of(function: Callable, cfg: Config) -> dict[str, Any]:
-    """Return the settings that a function takes as parameters, by parameter name, omitting settings that are None."""
+    """Return the settings that a function takes as parameters, as a dict without those that are None."""
     values = {name: get(cfg, setting) for name, setting in parameters_of(function).items()}
     if "weights" in values:
         values["weights"] = part_weights(values["weights"])

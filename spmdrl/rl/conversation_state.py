@@ -1,4 +1,4 @@
-"""The state of an episode's conversation with an environment, which may continue in later steps or processes."""
+"""Conversation state of an episode with an environment, which later steps or processes may resume."""
 
 import time
 from collections.abc import Callable
@@ -24,75 +24,75 @@ SAVED = {
 
 @dataclass
 class ConversationState:
-    """State of an episode's conversation, except for the tokens, which are in the `Episode`.
+    """Conversation state of an episode. The tokens are stored separately, in the `Episode`.
 
     Only `rl/agents.py` changes it, on the first rank of an engine. A checkpoint contains the fields in SAVED.
     """
 
     messages: list[dict] = field(default_factory=list)
-    """Messages up to the last observation; an answer that replaces the history replaces all of them."""
+    """Messages up to the last observation. An answer that rewrites the history replaces all of them."""
     tools: list[dict] = field(default_factory=list)
     turns: list[AssistantTurn] = field(default_factory=list)
     """The policy's turns that the environment received, in order."""
     total: float = 0.0
     """Sum of the rewards so far."""
     reward: float = 0.0
-    """Reward of the turn that is being answered."""
+    """Reward for the turn that the environment is answering."""
     finish: str = ""
-    """Reason for which the conversation ends; empty until the final reward is requested."""
+    """Reason why the conversation ends; empty until the final reward is requested."""
     responses: int = 0
     """Number of responses so far, including responses that were cut off."""
     calls: float = 0.0
     """Number of tool calls so far."""
     first_state: str = ""
-    """Digest of the state in which the episode began, if the environment names states; else empty."""
+    """Digest of the initial state if the environment names states, otherwise empty."""
     env_state: Any = None
-    """JSON value from which the environment continues an episode that was cut short. None: the environment runs the
-    turns again instead."""
+    """JSON value from which the environment resumes an episode that was cut short, or None if it replays the turns
+    instead."""
     seconds: float = 0.0
-    """Seconds that the episode had lasted when it was cut short; 0 if the duration of episodes is not limited."""
+    """Elapsed seconds when the episode was cut short, or 0 if episodes have no time limit."""
 
     opening: Opening | None = None
     """The environment that is open or being opened; None between two rollouts."""
     variables: dict = field(default_factory=dict)
     """Variables for the chat template, from the row."""
     began: float = 0.0
-    """Time at which the episode would have begun if it had never been cut short (time.monotonic())."""
+    """Start time (time.monotonic()), adjusted as if the episode had never been cut short."""
     request: str = ""
     """The pending request to the environment: `open`, `say`, `score`, or empty."""
     next_request: Callable[[], None] | None = None
-    """Function that sends the next request once the pending one is answered; None if no further request waits."""
+    """Function that sends the next request once the pending one is answered, or None if there is no next request."""
     reopening: bool = False
-    """True if the conversation continues after a cut, and its environment is not open yet."""
+    """True if the conversation is being resumed and its environment is not open yet."""
     failure: str = ""
-    """Reason for which the environment could not be opened again; empty if it could."""
+    """Reason why the environment could not be reopened; empty if there was no failure."""
     room: int = 0
     """Maximum number of tokens that may still be added to the episode."""
 
     def open(self, opening: Opening, variables: dict) -> None:
-        """Begin the conversation, or continue it after a cut."""
+        """Start the conversation, or resume it after it was cut short."""
         self.opening, self.variables, self.request = opening, variables, "open"
         self.began = time.monotonic() - self.seconds
 
     def cut(self, env_state: object, timed: bool) -> None:
         """Stop the conversation at the end of a rollout; a later rollout continues it.
 
-        timed: True if the duration of an episode is limited.
+        timed: True if episodes have a time limit.
         """
         self.env_state, self.opening, self.request, self.next_request = env_state, None, "", None
         self.reopening, self.failure = True, ""
-        # Without a limit the duration is not saved, so that checkpoints do not depend on a clock.
+        # The elapsed time is saved only if it is needed, so that checkpoints otherwise do not depend on a clock.
         self.seconds = time.monotonic() - self.began if timed else 0.0
 
     def copy(self) -> "ConversationState":
         """Return a copy that can continue without changing this state.
 
-        Only a conversation that was cut can be copied.
+        Only a conversation that was cut short can be copied.
         """
         return replace(self, turns=list(self.turns))
 
     def saved(self) -> dict:
-        """Return the fields from which another process can continue, as JSON values."""
+        """Return the fields that another process needs to resume the conversation, as JSON values."""
         values = {key: getattr(self, name) for key, name in SAVED.items()}
         return values | {"said": [asdict(turn) for turn in self.turns]}
 
@@ -100,7 +100,7 @@ class ConversationState:
     def restored(saved: dict) -> "ConversationState":
         """Return the conversation from a result of `saved`.
 
-        It continues after a cut, so its environment has to be reopened.
+        Its environment has to be reopened.
         """
         calls = [[Call(**call) for call in turn["calls"]] for turn in saved["said"]]
         turns = [AssistantTurn(**turn | {"calls": made}) for turn, made in zip(saved["said"], calls, strict=True)]
@@ -124,10 +124,10 @@ class ConversationState:
     def next_tokens(
         self, renderer: Conversation, hidden: bool, before: list[dict], reply: Reply, made: list[int], ended: bool
     ) -> tuple[list[int], bool]:
-        """Return the tokens after which the policy continues, and True if they are the policy's complete context.
+        """Return the tokens that the policy continues from, and True if they are its complete context.
 
         before: messages before the last turn. reply: the answer to that turn, which `add_answer` has added. made:
-        tokens of the turn. ended: True if the turn's last token is one that ends turns.
+        tokens of the turn. ended: True if the last of them is an end-of-turn token.
 
         Raises:
             ValueError: the template renders nothing for the answer, or cannot continue with it.
@@ -141,9 +141,9 @@ class ConversationState:
         return (seen.tokens, False) if seen.fork is None else (seen.fork, True)
 
     def state_number(self, key: str) -> int | None:
-        """Return the number of a state.
+        """Return the number assigned to a state.
 
-        The state in which the episode began has number 0, like the state of the prompt.
+        The initial state has number 0, like the state of the prompt.
 
         key: digest of the state. Returns None if the environment does not name states.
         """
@@ -152,9 +152,9 @@ class ConversationState:
         return 0 if key == self.first_state else 1 + int(key, 16) % (STATES - 1)
 
     def difference(self, reply: Reply) -> str:
-        """Return an error message if turns that were run again got different answers; else an empty text.
+        """Return an error message if replayed turns got different answers, otherwise an empty string.
 
-        reply: the answer to the request that opened the environment again.
+        reply: the answer to the request that reopened the environment.
         """
         again = list(reply.messages)
         for i, (turn, answer) in enumerate(zip(self.turns, reply.replayed, strict=False)):
@@ -173,9 +173,9 @@ class ConversationState:
 
 
 def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int) -> Opening:
-    """Return the `Opening` of a prompt's environment: its name and settings, and the row and seed that it gets.
+    """Return the `Opening` for a prompt's environment: its name, settings, row and seed.
 
-    answer_column: key under which the row contains the ground truth, in addition to the key `ground_truth`.
+    answer_column: additional key (besides `ground_truth`) under which the row contains the ground truth.
 
     Raises:
         ValueError: each row must name its environment, and this row names none or has an unknown key.
@@ -187,7 +187,7 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
     name, settings = found.environment, found.settings
     if name == ROWS:
         named = prompt.extra.get(COLUMN)
-        # Table formats such as Parquet give every row the keys of all rows, with None where a row has no value.
+        # Table formats such as Parquet give every row the union of all keys, with None for missing values.
         if isinstance(named, dict) and (odd := [k for k, v in named.items() if k not in KEYS and v is not None]):
             raise ValueError(
                 f"row {prompt.index}: the environment in its column {COLUMN!r} has the unknown key {odd[0]!r}; it may "
@@ -203,5 +203,5 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
 
 
 def size_of(messages: list[dict]) -> int:
-    """Return the number of characters in the texts of messages."""
+    """Return the total number of characters in the messages' text."""
     return sum(len(message["content"]) for message in messages)

@@ -1,4 +1,4 @@
-"""Metrics of a step, and a few of its samples as text."""
+"""Computes the metrics of a step, and formats a few of its samples as text."""
 
 import math
 
@@ -14,19 +14,19 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MODEL_PHASES = ("rollout", "logp", "update", "eval")
-"""Phases of a step in which the engine or a model computes."""
+"""Step phases in which the engine or a model is running."""
 SINGLE = 2
 """Number of segments of a single-turn episode that was not cut short: prompt and response."""
 
 
 Columns = dict[tuple[int, int], dict[str, float]]
-"""(position, sample) -> columns of that sample in samples.jsonl."""
+"""Maps (position, sample) to that sample's columns in samples.jsonl."""
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
-    """Return the reward model's scores of the samples of all ranks. Collective over the peers.
+    """Return the reward-model scores of the samples on all ranks. Collective over the peers.
 
-    The columns are `model`, `model/<label>`, `model/steps` if responses are scored by steps, and `reward`, which
+    The columns are `model`, `model/<label>`, `model/steps` if responses are scored per step, and `reward`, which
     includes the model's score.
     """
     found = {"reward": "reward", "model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
@@ -37,11 +37,11 @@ def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Column
 
 
 def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = None) -> dict:
-    """Return an episode as a row of samples.jsonl.
+    """Convert an episode to a row of samples.jsonl.
 
     The row lists the segments if the run has an environment or the episode has more than a prompt and one response.
 
-    reader: reads the tool calls of the episode's turns; None without an environment.
+    reader: parser for the tool calls in the episode's turns, or None without an environment.
     """
     begin, rest = episode.segments[: episode.opening], episode.segments[episode.opening :]
     row = {
@@ -67,20 +67,20 @@ def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = 
 
 
 def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
-    """Add metrics of a batch's rewards and response lengths. Every rank adds the same names.
+    """Add reward and response-length metrics for a batch. Every rank adds the same names.
 
-    reward_model: True if the run has a reward model. `reward/mean` is then computed from the batch, because the reward
-    model does not score other samples.
+    reward_model: True if the run has a reward model. `reward/mean` is then computed from the batch alone, because the
+    reward model does not score samples outside it.
     """
     seq = {name: x_B[batch.firsts] for name, x_B in batch.seq.items()}
     n = len(seq["reward"])
-    # A response from the data set is not graded and has the reward nan.
+    # Responses from the data set are not graded and have reward nan.
     reward = seq["reward"][~seq["reward"].isnan()]
     for name in ("reward/trained", *(["reward/mean"] if reward_model else [])):
         stats.add(name, reward.mean() if len(reward) else 0.0, len(reward))
     for name in seq:
         if name.startswith("part/"):
-            # A sample whose reward has no such part has the value nan, which is left out.
+            # Samples whose reward has no such part have nan here, which is skipped.
             part = seq[name][~seq[name].isnan()]
             stats.add(f"reward/{name}", part.mean(), len(part))
     sampled = batch.sampled_per_episode.double()
@@ -95,18 +95,18 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
 
 
 def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
-    """Add the staleness of sampled tokens, in weight versions. version: weight version before this step's update."""
+    """Add the staleness of sampled tokens, in weight versions. version: the version before this step's update."""
     age_T = (version - batch.token["version"][batch.sampled]).double()
     stats.add("rollout/staleness", age_T.mean(), len(age_T))
 
 
 WARN_EXACT, WARN_ROUNDED = 1e-3, 0.1
-"""Defaults of `--rollout.logp-diff-warn`: the first for float32 and float64, in which logp of engine and trainer differ
-by about 1e-5; the second for 16 or 8 bits and for stale samples, with differences of 0.01 or more."""
+"""Defaults of `--rollout.logp-diff-warn`. The first is for float32 and float64, where engine and trainer logp differ by
+about 1e-5; the second is for 16-bit and 8-bit dtypes and for stale samples, where they differ by 0.01 or more."""
 
 
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
-    """Return a warning if the engine's logp differ from the trainer's by more than the threshold; else an empty text.
+    """Return a warning if engine and trainer logp differ by more than the threshold, otherwise an empty string.
 
     A mean difference of nan exceeds every threshold; a threshold of 0 disables the check.
 
@@ -145,9 +145,9 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
 
 
 def with_rates(values: dict[str, float]) -> dict[str, float]:
-    """Return a step's reduced metrics, and in addition `tokens/s`, `mismatch/*` and `time/outside_model`.
+    """Return a step's reduced metrics with `tokens/s`, `mismatch/*` and `time/outside_model` added.
 
-    `tokens/s` counts tokens of prompts and responses of all ranks.
+    `tokens/s` counts prompt and response tokens of all ranks.
     """
     values = finish_monitors(values)
     values["tokens/s"] = values.pop("tokens") / values["time/step"]

@@ -1,7 +1,7 @@
-"""Distillation: responses of the data set, the teachers' log-probabilities of a batch, and the student's update.
+"""Distillation: responses from the data set, the teachers' log-probabilities, and the student update.
 
-The first teacher is the run's frozen `reference`. Teachers may get another prompt than the student, with text that the
-student does not see, before the same response.
+The first teacher is the run's frozen `reference`. Teachers may read the same response after a different prompt, with
+text that the student does not see.
 """
 
 from functools import cached_property
@@ -25,11 +25,11 @@ from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
 
 GIVEN = 0x617E
-"""Key of the random draws of prompts whose response is taken from the data set."""
+"""Seed constant for drawing the prompts whose response is taken from the data set."""
 
 
 class Distillation(PolicyGradient):
-    """Computes the teachers' logp of the student's samples, and moves the student towards the teachers."""
+    """Learning method that scores the student's samples with the teachers and moves the student towards them."""
 
     replays = False
 
@@ -66,7 +66,7 @@ class Distillation(PolicyGradient):
 
         Collective, within a rollout phase.
 
-        If teachers run in the engine, the batch gets their columns.
+        If the teachers run in the engine, their columns are added to the batch.
         """
         batch = super().pack(episodes + self.given(step), step)
         if self.on_engine:
@@ -80,7 +80,7 @@ class Distillation(PolicyGradient):
             return []
         prompts, world, out = run.prompts.prompts, run.world, []
         drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN), self.cfg.data.shuffle)
-        # The positions of these episodes follow those of the sampled prompts.
+        # These episodes are numbered after the sampled prompts.
         first = self.cfg.rollout.prompts_per_step
         for place in range(world.engine_index, count, world.engine_count):
             prompt = prompts[drawn[place]]
@@ -93,14 +93,14 @@ class Distillation(PolicyGradient):
 
     @cached_property
     def _turn_end(self) -> int:
-        """The token with which the chat template ends an answer."""
+        """The token that ends an answer in the chat template."""
         tokenizer: Any = self.run.tokenizer
         return next(iter(end_of_turn_tokens(tokenizer, job_template(self.cfg, tokenizer))), tokenizer.eos_token_id)
 
     def _response(self, text: str, chat: bool) -> list[int]:
-        """Return the tokens of a response with its end token, cut to `--rollout.max-new-tokens`.
+        """Tokenize a response with its end token, truncated to `--rollout.max-new-tokens`.
 
-        chat: True if the chat template rendered its prompt.
+        chat: True if its prompt was rendered with the chat template.
         """
         tokenizer: Any = self.run.tokenizer
         end = self._turn_end if chat else tokenizer.eos_token_id
@@ -119,7 +119,7 @@ class Distillation(PolicyGradient):
             batch.seq[share_name(name)] = share_B
             if self.on_engine:
                 continue
-            # `read` is collective, so all ranks of a data position must select the same sequences.
+            # `read` is collective, so all ranks at the same data position must select the same sequences.
             selected = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
             read = with_teacher_prompts(selected, self.prompts) if self.prompts else selected
             found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.empty
@@ -132,15 +132,15 @@ class Distillation(PolicyGradient):
 
     @property
     def teachers(self) -> dict[str, Any]:
-        """All teachers by name, the reference first. A teacher that runs in the engine has the value None."""
+        """All teachers by name, the reference first. The value is None for teachers that run in the engine."""
         if self.on_engine:
             return dict.fromkeys(self.on_engine.models.folders)
         return {"reference": self.run.models.reference} | self.run.models.teachers
 
     def shares(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return each teacher's weights for the sequences, [B], by the name of the teacher.
+        """Return the weights [B] of each teacher for the sequences, by teacher name.
 
-        The teachers' weights for a sequence sum to 1.
+        The weights for a sequence sum to 1.
         """
         sources = [self.sources[prompt] for prompt in batch.seq["prompt"].tolist()]
         rows = [self.shares_of.get(source, self.shares_of[""]) for source in sources]
@@ -162,18 +162,18 @@ class Distillation(PolicyGradient):
         return stats
 
     def objective(self) -> DistillObjective:
-        """Return the objective of an update, with the teachers' output heads. Collective over the ranks that train."""
+        """Return the objective for an update, with the teachers' output heads. Collective over the ranks that train."""
         if self.alignment is not None:
             return self.alignment.objective()
         heads = {name: None if self.reader.top_k else each.output_head() for name, each in self.teachers.items()}
-        # Student and teachers are compared at the temperature at which the student samples.
+        # Student and teachers are compared at the student's sampling temperature.
         return DistillObjective(self.cfg.distill, self.reader, heads, self.cfg.rollout.temperature, self.run.peers)
 
 
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
     """Return the teachers' weights for each `data_source`, the reference's first.
 
-    The key "" contains the weights for all other sources.
+    The key "" holds the weights for all other sources.
     """
     further = list(cfg.further_teachers().values())
     mixed = [1.0, *(0.0 if each.source else each.weight for each in further)]

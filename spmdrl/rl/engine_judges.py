@@ -1,4 +1,4 @@
-"""Judges on the run's engine: the engine samples a judge's verdict as the completion of a question."""
+"""LLM judges on the run's engine: the engine samples a verdict as the completion of a question."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +26,10 @@ PROBE = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
 
 
 class Voice:
-    """Converts the questions for a judge into tokens, and the tokens of its answers into text."""
+    """Tokenizes the questions for a judge, and decodes its answers."""
 
     def __init__(self, file: str, judge: JudgeConfig, cfg: Config, tokenizer: Any):
-        """tokenizer: the policy's, used if the judge is the policy or its folder has no tokenizer.
+        """tokenizer: the policy's tokenizer, used if the judge is the policy or its folder has none.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template cannot render a question.
@@ -43,7 +43,7 @@ class Voice:
             self.stop = stop_tokens(self.folder, self.tokenizer, chosen_template(self.tokenizer))
         self.control = control_words(self.tokenizer)
         self.joined = False
-        """True if the template rejects system messages; their text is then put at the start of the user message."""
+        """True if the template rejects system messages. Their text is then prepended to the user message."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"{file}: engine {judge.engine}: the tokenizer in {self.folder} has no chat template to render "
@@ -62,18 +62,18 @@ class Voice:
                 ) from error
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of a question. Special tokens in the text of its messages are made harmless."""
+        """Tokenize a question. Special tokens in its messages are neutralised."""
         messages = [message | {"content": self.control.sub(BROKEN, message["content"])} for message in messages]
         if self.joined:
             messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
-        # `enable_thinking` is off, because a judge's answer is only its verdict.
+        # `enable_thinking` is off, because a judge should answer with its verdict only.
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **variables({"enable_thinking": False})
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def words(self, tokens: list[int], prompt: int) -> JudgeReply:
-        """Return the text of the engine's tokens up to the judge's end token. prompt: number of prompt tokens."""
+        """Decode the engine's tokens up to the judge's end token. prompt: number of prompt tokens."""
         end = next((i for i, token in enumerate(tokens) if token in self.stop), None)
         text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
         why = "its answer did not end within the judge's max_new_tokens" if end is None else ""
@@ -84,7 +84,7 @@ class EngineJudges:
     """The judges of a run on this rank's engine."""
 
     def __init__(self, cfg: Config, world: World, tokenizer: Any, grader: Grader):
-        """Check all judges, before models are built.
+        """Check all judges, before any model is built.
 
         grader: the run's grader, whose judges then use this rank's engine.
 
@@ -112,7 +112,7 @@ class EngineJudges:
         self.plan: RolloutPlan | None = None
 
     def begin(self, plan: RolloutPlan) -> None:
-        """Begin a rollout: restore the policy's weights in engines that hold a judge's weights.
+        """Prepare a rollout: restore the policy's weights in engines that hold a judge's weights.
 
         Collective over the ranks that sample.
         """
@@ -123,9 +123,9 @@ class EngineJudges:
     def answer(
         self, judge: JudgeConfig, asks: list[Ask], meanwhile: Callable[[], bool] | None
     ) -> list[JudgeReply] | None:
-        """Return the judge's answer to each question; None if the rollout was abandoned. Collective over the engine.
+        """Return the judge's answer to each question, or None if the rollout was abandoned. Collective over the engine.
 
-        meanwhile: function to call after each step of the engine.
+        meanwhile: function to call after each engine step.
         """
         engine, plan, voice = self.engine, self.plan, self.voices[judge.engine]
         assert engine and plan and self.memory

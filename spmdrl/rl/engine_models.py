@@ -1,6 +1,6 @@
 """Frozen models (judges and teachers) whose weights temporarily replace the policy's in the run's engine.
 
-The policy's weights are restored before the policy samples again. All ranks of an engine make the same requests;
+The policy's weights are restored before the policy samples again. All ranks of an engine must make the same calls;
 different engines are independent.
 """
 
@@ -25,26 +25,27 @@ UNSEEN = frozenset(
 
 
 class EngineModels:
-    """Frozen models of the policy's architecture, by name."""
+    """Frozen models with the policy's architecture, by name."""
 
     def __init__(self, cfg: Config, first: int, advice: str):
-        """Begin without models; `open` adds them.
+        """Create an empty collection; `open` adds models.
 
-        first: weight version of the first model; each further model gets the next lower number. The numbers are
-        negative, so they differ from every version of the policy. advice: end of the message about a model that does
+        first: weight version of the first model; each additional model gets the next lower number. The numbers are
+        negative, so they differ from all policy versions. advice: suffix of the error message about a model that does
         not match the policy.
         """
         self.cfg, self.first, self.advice = cfg, first, advice
         self.folders: dict[str, Tensors] = {}
         self.versions: dict[str, int] = {}
         self.prefixes: dict[str, str] = {}
-        """Name of a model -> the setting and the path of the model, with which its error messages start."""
+        """Maps a model's name to its setting and path, which is the prefix of its error messages."""
 
     def open(self, name: str, path: str, setting: str) -> None:
         """Open a model's folder. setting: the setting that contains the path.
 
         Raises:
-            ValueError: the model has another tokenizer than the policy, or another architecture by its config.json.
+            ValueError: the model's tokenizer differs from the policy's, or its config.json describes another
+                architecture.
         """
         trust, prefix = self.cfg.model.trust_remote_code, f"{setting} {path}"
         with named(setting):
@@ -67,10 +68,10 @@ class EngineModels:
             )
 
     def check_policy(self, policy: Policy) -> None:
-        """Check that all models have the policy's tensors.
+        """Check that all models have the same tensors as the policy.
 
         Raises:
-            ValueError: a model lacks some tensors or has them in another shape.
+            ValueError: a model lacks some tensors or has them in different shapes.
         """
         for name, tensors in self.folders.items():
             pieces = policy.pieces()
@@ -83,7 +84,7 @@ class EngineModels:
                 )
 
     def load(self, name: str, memory: Memory, role: str) -> int:
-        """Load a model into the engine, unless the engine has it; return its version. Collective over the engine."""
+        """Load a model into the engine if it is not loaded yet; return its version. Collective over the engine."""
         assert memory.engine
         version = self.versions[name]
         if memory.engine.version != version:

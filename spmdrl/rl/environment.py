@@ -1,4 +1,4 @@
-"""The interface of environments: they begin episodes, answer each response with an observation, and end episodes."""
+"""Environment interface: environments start episodes, answer each response with an observation, and end episodes."""
 
 import json
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ COUNTS = (
     *("episodes", "turns", "calls", "failed_calls", "malformed", "timeouts", "cut", "forks", "failures"),
     *("whole_turns", "whole_calls", "seconds", "idle"),
 )
-"""Names of an environment's counts in a rollout. episodes: episodes that ended without a failure; whole_turns and
-whole_calls: turns and calls of those episodes. seconds: total duration of all answers; idle: seconds in which an engine
-only waited for answers."""
+"""Names of the counters that an environment keeps during a rollout. episodes: episodes that ended without a failure;
+whole_turns and whole_calls: turns and tool calls in those episodes. seconds: total time spent on answers; idle: seconds
+that an engine spent waiting for answers."""
 Place = tuple[int, int]
 """(position, sample): identifies an episode within a rollout."""
 
@@ -28,38 +28,38 @@ class Observation:
     """The start of an episode, an environment's answer to a response, or the end of an episode."""
 
     tokens: list[int] = field(default_factory=list)
-    """Tokens to append to the episode, after which the policy continues. At the start of an episode: the prompt."""
+    """Tokens to append to the episode before the policy continues. At the start of an episode, the prompt."""
     state: int | None = None
-    """Number of the environment's state after this answer, below `data.episode.STATES`; the state of the prompt has
-    number 0. None: the environment does not name states, so all tokens so far are the state."""
+    """Number of the environment's state after this answer, below `data.episode.STATES`; the prompt has state 0. None if
+    the environment does not name states, in which case the state is all tokens so far."""
     anew: bool = False
-    """True if the tokens are a complete prompt, with which the episode continues in a branch (`Episode.fork`)."""
+    """True if the tokens are a complete new prompt, from which the episode continues in a branch (`Episode.fork`)."""
     over: str = ""
-    """Reason for which the episode ends with this observation (`FINISH_REASONS`); empty if it continues."""
+    """Reason why the episode ends with this observation (`FINISH_REASONS`); empty if it continues."""
     reward: float = 0.0
     """Reward for the turn that this observation answers."""
     given: float | None = None
-    """At the end of an episode: unweighted sum of the environment's rewards. None: the environment has no rewards."""
+    """At the end of an episode, the unweighted sum of the environment's rewards, or None if it gives no rewards."""
     parts: dict[str, float] = field(default_factory=dict)
-    """At the end of an episode: the parts of the final reward, by name."""
+    """At the end of an episode, the parts of the final reward by name."""
     failure: str = ""
-    """Reason for which the environment failed, for the log; the episode is then left out. Empty: it did not fail."""
+    """Reason why the environment failed, for the log; empty if it did not fail. Failed episodes are dropped."""
 
 
 class Environment:
-    """The environment of all episodes of a rank's engine. All ranks of an engine make the same calls.
+    """Environment for all episodes of a rank's engine. All ranks of an engine must make the same calls.
 
-    Each call of `answer`, and of `open` for a new episode, leads to one observation, which `poll` returns later. This
-    class ends every episode after the first response. A subclass may override `reply` to return further observations,
-    or override the other methods (`rl/agents.py`).
+    Each call of `answer`, and of `open` for a new episode, yields one observation, which `poll` returns later. This
+    class ends every episode after the first response. A subclass may override `reply` to continue episodes, or override
+    the other methods (`rl/agents.py`).
     """
 
     turn_tokens = 0
-    """Maximum number of tokens of a response; 0: only the limit on the complete episode applies."""
+    """Maximum number of tokens per response; 0 for no limit other than that on the complete episode."""
     most_open = 0
-    """Maximum number of open episodes; a single group of samples may exceed it. 0: no limit."""
+    """Maximum number of open episodes, or 0 for no limit. A single group of samples may exceed it."""
     remote = False
-    """True if other processes answer. Answers then take time, and only the engine's first rank gets them."""
+    """True if other processes answer. Answers are then asynchronous, and only the engine's first rank gets them."""
 
     def __init__(self):
         self.ready: list[tuple[Place, Observation]] = []
@@ -67,18 +67,18 @@ class Environment:
     def reply(self, prompt: Prompt, episode: Episode) -> Observation | None:
         """Return the answer to the episode's last response, or None to end the episode.
 
-        This is called on every rank of an engine, after a response with the finish reason `stop`. The answer must
-        be the same on all ranks and whenever the episode is run again.
+        This is called on every rank of an engine, after a response with finish reason `stop`. The answer must be the
+        same on all ranks and every time the episode is replayed.
         """
         return None
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
-        """Begin an episode. An episode that began in an earlier step continues without an observation."""
+        """Start an episode. An episode that started in an earlier step resumes without an observation."""
         if not episode.segments:
             self.ready.append((place_of(episode), Observation(list(group.prompt.tokens))))
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
-        """Receive the episode's last response. finish: how the engine ended the response, `stop` or `length`."""
+        """Process the episode's last response. finish: the engine's finish reason, `stop` or `length`."""
         seen = self.reply(group.prompt, episode) if finish == "stop" else Observation(over=finish)
         if seen is None:
             seen = Observation(over="stop")
@@ -88,15 +88,15 @@ class Environment:
         self.ready.append((place_of(episode), seen))
 
     def poll(self, wait: float = 0.0) -> list[tuple[Place, Observation]]:
-        """Return the observations that have arrived; wait up to `wait` seconds for the first one if any is pending."""
+        """Return the observations that have arrived. Wait up to `wait` seconds for the first one if any are pending."""
         ready, self.ready = self.ready, []
         return ready
 
     def leave(self, episodes: list[Episode], keep: bool) -> None:
-        """Close episodes that are cut short. keep: True to keep their state, because another step continues them."""
+        """Close episodes that are cut short. keep: True to keep their state, so that a later step can resume them."""
 
     def take_counts(self) -> dict[str, float]:
-        """Return the counts since the last call by name (COUNTS), or nothing for an environment that does not count."""
+        """Return the counts since the last call by name (COUNTS); empty if the environment keeps no counts."""
         return {}
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Environment:
 class OnFirstRank(Environment):
     """Stand-in for a remote environment on an engine's other ranks.
 
-    They get the first rank's observations by `share`.
+    The other ranks get the first rank's observations through `share`.
     """
 
     remote = True
@@ -125,7 +125,7 @@ class OnFirstRank(Environment):
 def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Place, Observation]]:
     """Return the observations of the engine's first rank on all of its ranks. Collective over the engine.
 
-    Tokens are broadcast as a tensor; rewards, named parts and the text of a failure as text.
+    Tokens are broadcast as a tensor; rewards, reward parts and failure messages as text.
     """
     group, device = world.engine_group, world.device
     facts = [(place, len(each.tokens), vars(each) | {"tokens": []}) for place, each in seen]
@@ -146,7 +146,7 @@ def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Pla
 def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:
     """Add the metrics `env/*`, `time/env_answer` and `time/env_idle` (docs/metrics.md).
 
-    counts: the value of each name in COUNTS, summed over all engines.
+    counts: the counters named in COUNTS, summed over all engines.
     """
     episodes, turns = max(1.0, counts["episodes"]), max(1.0, counts["turns"])
     stats.add("env/turns", counts["whole_turns"] / episodes)

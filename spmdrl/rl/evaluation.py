@@ -1,4 +1,4 @@
-"""Measures the policy on a prompt set by a rollout, and computes metrics from its rewards."""
+"""Evaluates the policy with a rollout over a prompt set, and computes metrics from the rewards."""
 
 import json
 import math
@@ -26,40 +26,40 @@ from spmdrl.tracking.metrics import Timer
 from spmdrl.tracking.trackers import plain
 
 EVALUATION = 0x45564C
-"""Key of the random draws of evaluations. It is the same at every step, so that evaluations are comparable."""
+"""Seed constant of evaluations. It is the same at every step, so that evaluations are comparable."""
 MEASURED = "eval/measured"
-"""Name under which an evaluation that may be interrupted stores its number of samples among the metrics."""
+"""Metric name under which an interruptible evaluation stores its number of samples."""
 
 
 class Evaluation:
-    """Evaluates the policy during a run, and stores the metrics until they are logged."""
+    """Evaluates the policy during a run, and keeps the metrics until they are logged."""
 
     def __init__(self, cfg: Config, world: World, prompts: PromptSet | None, sampler: Sampler | None, models: Models):
         """prompts: None if the run never evaluates. sampler: None on a rank that does not sample."""
         self.cfg, self.world, self.prompts, self.sampler, self.models = cfg, world, prompts, sampler, models
         self.numbers: dict[str, float] = {}
-        """Metrics `eval/...` of the last evaluation until `take` returns them; equal on all ranks of the same role."""
+        """Metrics `eval/...` of the last evaluation, kept until `take` returns them; equal on all ranks of a role."""
         self.rows: list[dict] = []
-        """Rows of some conversations for samples.jsonl until they are written, on the first rank."""
+        """Rows about some conversations, kept on the first rank until they are written to samples.jsonl."""
         self.to_judge: list[Episode] | None = None
-        """Episodes of this rank that the reward model still has to score; None if no evaluation waits for its
+        """Episodes of this rank that the reward model still has to score, or None if no evaluation is waiting for
         scores."""
         self.keeps_graded = False
 
     def keep_graded(self) -> None:
-        """Make an interrupted evaluation return its results so far, instead of raising an error."""
+        """Make an interrupted evaluation return its partial results instead of raising an error."""
         rank_status.keeps_partial = self.keeps_graded = True
 
     def is_due(self, step: int, force: bool = False) -> bool:
-        """Return True if an evaluation is due before a step, counted from 0.
+        """Return True if an evaluation is due before `step` (0-based).
 
-        force: True for an evaluation after the last step, which is due unless `--eval.every` is 0.
+        force: True after the last step, where an evaluation is due unless `--eval.every` is 0.
         """
         every = self.cfg.eval.every
         return self.prompts is not None and bool(every) and (step % every == 0 or force)
 
     def sample(self, name: str, version: int) -> list[Episode]:
-        """Evaluate the weights of `version`; return this rank's episodes. Collective over the ranks that sample.
+        """Evaluate the weights with this version; return this rank's episodes. Collective over the ranks that sample.
 
         name: name of the evaluation, unique in the run.
 
@@ -78,7 +78,7 @@ class Evaluation:
         return episodes
 
     def judge(self) -> None:
-        """If an evaluation waits for the reward model, add its scores to the metrics. Collective over all ranks."""
+        """Add reward-model scores to the metrics if an evaluation is waiting for them. Collective over all ranks."""
         if self.to_judge is None:
             return
         assert self.prompts is not None
@@ -87,12 +87,12 @@ class Evaluation:
         self.numbers["eval/score"] += self.cfg.reward.model_coef * scores["eval/model"]
 
     def take(self) -> dict[str, float]:
-        """Return the metrics and remove them."""
+        """Return the metrics and clear them."""
         numbers, self.numbers = self.numbers, {}
         return numbers
 
     def summary(self) -> dict[str, Any]:
-        """Return model, data, counts and metrics as JSON values, and under `stopped` the reason for an interruption."""
+        """Return model, data, counts and metrics as JSON values; `stopped` is the reason for an interruption."""
         assert self.prompts is not None
         prompts, each = len(self.prompts), self.cfg.eval.samples
         out: dict[str, Any] = {"model": self.cfg.model.path, "data": self.cfg.data.eval}
@@ -104,7 +104,7 @@ class Evaluation:
         return out | {name: plain(value) for name, value in self.numbers.items()}
 
     def show(self, rows: list[dict]) -> None:
-        """Store rows about some conversations of the first rank that samples, until `take_rows` returns them.
+        """Keep rows about some conversations of the first sampling rank until `take_rows` returns them.
 
         Collective over all ranks under split placement.
         """
@@ -114,16 +114,16 @@ class Evaluation:
             self.rows = json.loads(texts[self.world.roles.samplers[0]])
 
     def take_rows(self, step: int) -> list[dict]:
-        """Return the rows for samples.jsonl and remove them; only the first rank has rows.
+        """Return the rows for samples.jsonl and clear them; only the first rank has any.
 
-        step: step of the evaluation, counted from 1.
+        step: step of the evaluation (1-based).
         """
         rows, self.rows = self.rows, []
         return [row | {"step": step} for row in rows]
 
 
 def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str) -> RolloutPlan:
-    """Return the plan of an evaluation's rollout: all prompts, in order."""
+    """Return the rollout plan of an evaluation: all prompts, in order."""
     return RolloutPlan(
         f"eval/{name}",
         prompts,
@@ -141,19 +141,19 @@ def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str)
 
 
 def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode], int]:
-    """Return the metrics, this rank's episodes, and the number of completed samples of all ranks.
+    """Return the metrics, this rank's episodes, and the number of completed samples on all ranks.
 
-    The metrics are `eval/accuracy` (share of correct samples), `eval/score` (mean reward), `eval/pass@k`, and
-    `eval/turns` with an environment; samples that could not be graded are left out of them. Collective over the ranks
-    that sample.
+    The metrics are `eval/accuracy` (fraction of correct samples), `eval/score` (mean reward), `eval/pass@k`, and
+    `eval/turns` with an environment. They exclude samples that could not be graded. Collective over the ranks that
+    sample.
 
     Raises:
         AbandonedError: a rollout without `plan.keeps_graded` was interrupted. Every rank that samples raises it.
     """
     world, cfg = sampler.world, sampler.cfg
-    # The rollout gets a separate timer, because its time counts as time of the evaluation.
+    # The rollout gets its own timer, because its time is reported as evaluation time.
     done = sampler.rollout(plan, Timer()).episodes
-    # A sample without a score (--filter.bad-sample skip) counts as wrong; one that could not be graded is left out.
+    # A sample without a score (--filter.bad-sample skip) counts as wrong; one that could not be graded is excluded.
     scores = [
         (e.position, 0.0 if math.isnan(e.reward) else e.reward, e.ungraded, e.turns, counts_as_right(e.reward, e.parts))
         for e in done
@@ -179,9 +179,10 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
 
 
 def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:
-    """Return the reward model's mean score over all ranks' episodes, and each label's mean. Collective over all ranks.
+    """Return the mean reward-model score over the episodes of all ranks, overall and per label. Collective over all
+    ranks.
 
-    The keys of the result are `eval/model` and `eval/model/<label>`.
+    The keys are `eval/model` and `eval/model/<label>`.
     """
     batch = from_episodes(episodes)
     batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}
@@ -194,8 +195,8 @@ def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, wo
         of_each = (scores.response_B, *scores.labels.values(), torch.ones(len(batch)))
         # If an episode branches, its final answer is in the last path.
         sums = torch.stack([x[batch.lasts].sum() for x in of_each])
-    # Ranks of the same data position have the same sequences. Each sequence is counted equally often, so the mean is
-    # right.
+    # Ranks at the same data position hold the same sequences. All sequences are counted the same number of times, so
+    # the mean is correct.
     *totals, count = all_reduce(sums.double(), "sum", world.host_group).tolist()
     return {name: total / max(1.0, count) for name, total in zip(names, totals, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Fills the batch of one step: collects the results of rollouts until the filter has kept enough prompts."""
+"""Fills the batch of one step: runs rollouts until enough prompts have passed the filter."""
 
 import math
 from collections import Counter
@@ -19,58 +19,58 @@ from spmdrl.spmd.world import World
 
 
 class Filling:
-    """Collects the results of a step's rollouts, on all ranks that sample, until enough prompts are kept.
+    """Accumulates the results of a step's rollouts on all sampling ranks, until enough prompts are kept.
 
-    All ranks run the same number of rollouts, because each rank counts the kept prompts of all ranks (law 1). If more
-    prompts are kept than the step needs, those that were drawn first are used, regardless of the rank that sampled
-    them. The others are dropped and counted in the metrics `*/surplus_prompts`.
+    All ranks run the same number of rollouts, because the count of kept prompts is global (law 1). If more prompts are
+    kept than the step needs, it uses those that were drawn first, whichever rank sampled them. The others are dropped
+    and counted in the metrics `*/surplus_prompts`.
     """
 
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
         """Prepare the batch of a step. Collective over the ranks that sample.
 
-        keep: filter of `algos/filters.py`, or None. carried: groups of the previous step to continue on this engine.
+        keep: filter from `algos/filters.py`, or None. carried: groups of the previous step to continue on this engine.
         """
         self.cfg, self.world, self.keep, self.step, self.carried = cfg, world, keep, step, carried
         self.wanted, self.oversampled = cfg.rollout.prompts_per_step, cfg.rollout.oversample > 1
         self.partial = cfg.rollout.partial_steps
         self.advantage = ADVANTAGES.get(cfg.algo.advantage)
-        """Facts about the advantage estimator; None for a user's function."""
+        """Properties of the advantage estimator, or None for a user-defined function."""
         self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
-        """True if a sample is left out when all other samples of its prompt are left out, because nothing remains to
-        compare it with."""
+        """True if the advantage compares the samples of a prompt, so that a sample is dropped when all others of its
+        prompt are."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
         """Number of carried groups, over all engines."""
         self.done = Experience([])
-        """Sum of the results of all rollouts so far; its episodes are those that the filter kept."""
+        """Accumulated result of all rollouts so far, with only the episodes that passed the filter."""
         self.rewards: list[float] = []
-        """Rewards of this rank's samples; nan for a sample that could not be graded."""
+        """Rewards of this rank's samples, nan for samples that could not be graded."""
         self.positions = torch.zeros(0, dtype=torch.int64)
-        """Positions of the prompts that were kept, over all ranks."""
+        """Positions of the prompts kept on all ranks."""
         self.unbegun = self.rounds = self.version = 0
         self.why = ""
-        """First reason for which an environment made this rank leave out an episode; empty if none was left out."""
+        """Failure reason of the first episode that this rank dropped; empty if none was dropped."""
 
     @property
     def most_rounds(self) -> int:
-        """Maximum number of rollouts that the step may run."""
+        """Maximum number of rollouts in the step."""
         return self.cfg.filter.max_rounds if self.keep else 1
 
     @property
     def is_full(self) -> bool:
-        """True if enough prompts were kept. Without a filter one rollout is enough."""
+        """True if enough prompts were kept. Without a filter, one rollout is enough."""
         return not self.keep or len(self.positions) >= self.wanted
 
     @property
     def next_prompts(self) -> int:
-        """Number of prompts that the next rollout draws."""
+        """Number of prompts to draw in the next rollout."""
         over = math.ceil(self.wanted * self.cfg.rollout.oversample)
         return max(over - (self.before if self.rounds == 0 else 0), 0)
 
     def order(self, plan: RolloutPlan) -> None:
-        """Complete the plan of the step's next rollout: set its name, its carried groups and when it ends."""
-        # The number of the rollout keeps names unique, even if the previous rollout of the step began no prompt.
+        """Complete the plan of the step's next rollout: set its name, carried groups and stopping conditions."""
+        # The rollout number keeps names unique, even if the step's previous rollout started no prompts.
         plan.name += f"/{self.rounds}"
         if self.oversampled:
             plan.enough, plan.least = self.wanted, 1 + self.compares
@@ -86,8 +86,8 @@ class Filling:
         self.version = plan.version
         done.carried += result.carried
         if self.oversampled:
-            # A rollout may end before all of its prompts are begun. The next rollout draws the prompts after the last
-            # begun one.
+            # A rollout may end before all of its prompts have started. The next one draws the prompts after the last
+            # started one.
             drawn = int(all_reduce(torch.tensor([result.drawn]), "max", self.world.rollout_group))
             rest = plan.unbegun(result, drawn, self.world)
             if self.partial:
@@ -101,15 +101,15 @@ class Filling:
         done.counts = {name: done.counts.get(name, 0.0) + n for name, n in counts.items()}
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
         if self.compares:
-            # A sample cannot be compared if all others of its prompt are left out; its baseline would be 0, and its
-            # advantage the reward itself. All samples of a prompt are on the same rank.
+            # A sample cannot be compared if all others of its prompt were dropped: its baseline would be 0, and its
+            # advantage would be the raw reward. All samples of a prompt are on the same rank.
             samples = Counter(e.position for e in usable)
             usable = [e for e in usable if samples[e.position] > 1]
         done.bad_samples += len(result.episodes) - len(usable)
         self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
         self.why = self.why or next((e.why for e in result.episodes if e.why), "")
         if self.keep:
-            # This is checked before the next rollout, because prompts that cannot be graded would never fill the step.
+            # Check this before the next rollout, because prompts that cannot be graded would never fill the step.
             counts = torch.tensor([sum(e.ungraded for e in result.episodes), len(result.episodes)])
             ungraded, graded = all_reduce(counts, "sum", self.world.rollout_group).tolist()
             self._check(ungraded, graded, "a rollout")
@@ -125,12 +125,12 @@ class Filling:
         check_ungraded(ungraded, graded, self.cfg.reward, where, size, self.cfg.env, self.why)
 
     def shortage(self) -> ValueError:
-        """Return the error to raise for a step that could not be filled; its message has the acceptance rate."""
+        """Return the error for a step that could not be filled; its message states the acceptance rate."""
         drawn, rounds = self.done.drawn + self.before, self.cfg.filter.max_rounds
         return ValueError(shortage(self.cfg.filter.keep, len(self.positions), drawn, self.wanted, rounds))
 
     def experience(self) -> Experience:
-        """Return the step's episodes to learn from, with its metrics. Collective over the ranks that sample."""
+        """Return the step's episodes for training, with its metrics. Collective over the ranks that sample."""
         done, chosen = self.done, choose(self.positions, self.wanted)
         place = {int(position): i for i, position in enumerate(chosen)}
         done.episodes = [e for e in done.episodes if e.position in place]
@@ -149,8 +149,8 @@ class Filling:
         self._check(ungraded, len(reward_N), "a step")
         stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
-            # The mean is over all graded samples, including dropped ones. The rewards are sorted, because the order of
-            # arrival would change the rounding.
+            # The mean is over all graded samples, including dropped ones. Sort the rewards, because summing them in
+            # order of arrival would make the rounding nondeterministic.
             reward_N = reward_N[~reward_N.isnan()].sort().values
             stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
         if self.cfg.env:
@@ -174,7 +174,7 @@ class Filling:
 
 
 def carried_by(groups: list[PromptGroup], world: World) -> list[int]:
-    """Return the number of carried groups of each engine. Collective over the ranks that sample.
+    """Return the number of carried groups per engine. Collective over the ranks that sample.
 
     groups: carried groups of this rank's engine.
     """
@@ -185,10 +185,10 @@ def carried_by(groups: list[PromptGroup], world: World) -> list[int]:
 
 
 def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn: bool = False) -> list[Episode]:
-    """Return the episodes whose group the filter keeps. All episodes of a group must be given.
+    """Return the episodes whose group passes the filter. Requires all episodes of each group.
 
-    by_turn: True if the advantage compares turns. Under the filter `mixed`, a group whose episodes have equal totals
-    but different rewards of turns is then kept too.
+    by_turn: True if advantages are computed per turn. The filter `mixed` then also keeps groups whose episodes have
+    equal total rewards but different per-turn rewards.
     """
     score = [metric_of(e, cfg.metric) for e in episodes]
     group_B = torch.tensor([e.position for e in episodes], dtype=torch.int64)
@@ -202,16 +202,16 @@ def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn:
 
 
 def rewards_by_turn(episode: Episode) -> dict[int, float]:
-    """Return the nonzero rewards of an episode by turn. The last turn includes the final reward."""
+    """Return the nonzero per-turn rewards of an episode. The last turn includes the final reward."""
     out = {episode.turns - 1: episode.reward - episode.turn_rewards}
     for segment in episode.segments:
         out[segment.turn] = out.get(segment.turn, 0.0) + segment.reward
-    # Values near zero come from rounding of sums and are not rewards.
+    # Values near zero are rounding errors, not rewards.
     return {turn: value for turn, reward in out.items() if (value := round(reward, 9))}
 
 
 def metric_of(episode: Episode, metric: str) -> float:
-    """Return the number that a filter compares: the reward part `metric`, or the reward if `metric` is empty.
+    """Return the value to filter on: the reward part `metric`, or the reward if `metric` is empty.
 
     Raises ValueError if the episode lacks the part. If its grading timed out, a missing part counts as 0.
     """

@@ -15,10 +15,10 @@ from spmdrl.tracking.metrics import Timer
 
 
 class Grading:
-    """Passes episodes of a rollout to the grader, and stores the rewards until their groups are complete."""
+    """Submits a rollout's episodes to the grader, and stores the rewards until their groups are complete."""
 
     def __init__(self, grader: Grader, tokenizer, leads: bool):
-        """leads: True on the first rank of an engine. The other ranks run only graders that use the engine."""
+        """leads: True on the first rank of an engine. Other ranks only run graders that use the engine."""
         self.grader, self.tokenizer = grader, tokenizer
         self.graders = [grader] if leads else on_engine(grader)
         self.rewards: dict[tuple[int, int], Reward] = {}
@@ -27,7 +27,7 @@ class Grading:
         """Number of episodes whose environment failed."""
 
     def failed(self, group: PromptGroup, episode: Episode, why: str) -> None:
-        """Leave out an episode whose environment failed or whose prompt is too long, and log the reason."""
+        """Drop an episode whose environment failed or whose prompt is too long, and log the reason."""
         self.failures += 1
         episode.ungraded, episode.why = True, why
         warn_left_out(f"{describe((group.prompt.index, episode.sample))} is left out", why, self.failures)
@@ -35,7 +35,7 @@ class Grading:
     def ended(self, group: PromptGroup, episode: Episode) -> None:
         """Submit an episode that has ended.
 
-        A grader that needs groups gets all episodes of a group together, once all of them have ended.
+        For a grader that needs groups, submit all episodes of the group once the last one has ended.
         """
         if not self.grader.wants_groups:
             self.submit(group, episode)
@@ -52,7 +52,7 @@ class Grading:
         if not self.graders:
             return
         prompt = group.prompt
-        # Reward functions get the text of the response without special tokens, such as its end token.
+        # Reward functions get the response text without special tokens, such as the end token.
         prefill, mark = divided(prompt.reply)
         item = RewardInput(
             prompt.data_source,
@@ -67,14 +67,14 @@ class Grading:
             dialogue=[] if episode.given is None else self._dialogue(episode),
             tools=prompt.tools,
         )
-        # The key begins with prompt index and sample, because the grader's messages mention the first parts of a key.
+        # The key starts with prompt index and sample, because the grader's messages show the first parts of the key.
         for grader in self.graders:
             grader.submit((prompt.index, episode.sample, group.position), item)
 
     def _dialogue(self, episode: Episode) -> list[tuple[bool, str]]:
-        """Return the texts before the last response (prompt, turns, observations), each with True if it was sampled."""
+        """Return the texts before the last response (prompt, turns, observations), each with True if sampled."""
         prompt, path = list(range(episode.opening)), episode.path
-        # If a branch does not begin with the complete prompt, all of its segments follow the prompt's text.
+        # If a branch does not start with the complete prompt, all of its segments are appended to the prompt's text.
         rest = path[len(prompt) :] if path[: len(prompt)] == prompt else path
         last = episode.turns - 1
         before = [s for s in (episode.segments[i] for i in rest) if not (s.sampled and s.turn == last)]
@@ -90,10 +90,10 @@ class Grading:
             self._take(grader.poll())
 
     def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
-        """Wait for the rewards of finished groups; return False if the rollout was abandoned while waiting."""
+        """Wait for the rewards of finished groups; return False if the rollout was abandoned meanwhile."""
         # Episodes of a carried group (`rl/rollout_plan.py`) that ended in an earlier step are graded again. Grading is
-        # usually cheap, and checkpoints then need not store rewards. A grader that needs groups has already received
-        # all episodes.
+        # usually cheap, and this way checkpoints do not store rewards. A grader that needs groups already has all
+        # episodes.
         for group in groups:
             for episode in group.episodes:
                 if episode.phase != "grading":
@@ -104,11 +104,11 @@ class Grading:
         return not any(grader.pending for grader in self.graders)
 
     def has(self, group: PromptGroup) -> bool:
-        """Return True if all rewards of a group have arrived."""
+        """Return True if all rewards for a group have arrived."""
         return all((e.position, e.sample) in self.rewards for e in group.episodes)
 
     def graded(self, group: PromptGroup, plan: RolloutPlan) -> list[Episode]:
-        """Return the samples of a group with their rewards. The greedy episode's reward is the baseline of the others.
+        """Return the samples of a group with their rewards. The greedy episode's reward is the baseline for the others.
 
         Raises:
             ValueError: a logp is not finite, and `plan.bad_sample` is `stop`.
@@ -121,18 +121,18 @@ class Grading:
             episode.phase = "graded"
             episode.reward, episode.parts, episode.timed_out = reward.score, reward.parts, reward.timed_out
             if reward.shut:
-                # The rewards of turns must be 0 too, because the last turn gets the score minus their sum.
+                # The per-turn rewards must be 0 as well, because the last turn gets the score minus their sum.
                 episode.segments = [replace(s, reward=0.0) for s in episode.segments]
             episode.ungraded = bool(reward.ungraded) or not reward.applies
             episode.baseline = baseline
             if not _has_finite_logp(episode, plan) or episode.ungraded:
                 episode.reward = math.nan
             if not math.isfinite(baseline):
-                # Without the greedy baseline no sample of this prompt can be used.
+                # Without the greedy baseline, no sample of this prompt is usable.
                 episode.reward = math.nan
                 episode.ungraded = episode.ungraded or bool(greedy.ungraded) or not greedy.applies
             if episode.experts is not None and first is not None and episode.experts is not first:
-                # All samples get the first sample's experts for the prompt, so that the trainer can share the prompt.
+                # All samples use the first sample's prompt routing, so that the trainer can share the prompt.
                 known = min(len(group.prompt.tokens), len(first))
                 episode.experts = torch.cat([first[:known], episode.experts[known:]])
         return group.episodes[: plan.samples]

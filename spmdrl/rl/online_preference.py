@@ -1,8 +1,8 @@
-"""Learns from pairs of the policy's samples: chooses pairs, computes the reference's logp, updates the policy.
+"""Learns from pairs of the policy's own samples: selects pairs, computes reference logp, updates the policy.
 
 Online DPO (https://arxiv.org/abs/2402.04792) and iterative SPPO (https://arxiv.org/abs/2405.00675) compare the best and
-the worst sample of each prompt. RAFT (https://arxiv.org/abs/2304.06767) learns only from the best sample, by the loss
-of supervised fine-tuning.
+the worst sample of each prompt. RAFT (https://arxiv.org/abs/2304.06767) learns only from the best sample, with the
+supervised fine-tuning loss.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ from spmdrl.rl.update import refresh_reference
 from spmdrl.tracking.metrics import Metrics
 
 ROUNDING = 1e-6
-"""Relative amount by which a difference of rewards must exceed `--preference.gap`, so that a rounding error alone never
-makes two samples a pair."""
+"""Relative margin by which a reward difference must exceed `--preference.gap`, so that rounding errors alone never make
+two samples a pair."""
 
 
 class OnlinePreference(PolicyGradient):
@@ -36,13 +36,13 @@ class OnlinePreference(PolicyGradient):
     replays = False
 
     def __init__(self, run: Run):
-        """Read from the run's settings whether the method learns from pairs or only from the best sample."""
+        """Set up learning from pairs or, if the settings say so, only from the best sample."""
         super().__init__(run)
         self.cfg = cast(OnlinePreferenceConfig, run.cfg)
         self.alone = takes_best_alone(self.cfg)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """Return this rank's episodes as a batch; balancing will keep the samples of each prompt on one rank.
+        """Return this rank's episodes as a batch. Balancing keeps the samples of each prompt on one rank.
 
         Collective over all ranks.
         """
@@ -53,7 +53,7 @@ class OnlinePreference(PolicyGradient):
             )
         batch.seq["unit"] = batch.seq["position"]
         if not self.cfg.reward.model:
-            # Models process only the chosen samples, so the others count as almost no work for balancing.
+            # Models process only the chosen samples, so balancing counts the others as almost no work.
             learnt_B = torch.zeros(len(batch), dtype=torch.bool)
             learnt_B[self.extremes(batch, batch.seq["reward"])] = True
             batch.seq["work"] = torch.where(learnt_B, batch.seq["work"], 1)
@@ -64,9 +64,9 @@ class OnlinePreference(PolicyGradient):
     def extremes(self, batch: Batch, reward_B: torch.Tensor) -> torch.Tensor:
         """Return the indices of the samples to learn from: for each prompt the best one, followed by the worst.
 
-        The worst is left out if the method learns only from the best. Among equal rewards the first sample is chosen.
-        Prompts that `--preference.gap` or `--preference.least-reward` exclude have none.
-        Two samples with the same tokens never form a pair.
+        The worst is omitted if the method learns only from the best. The first sample wins ties. Two samples with the
+        same tokens never form a pair. Prompts excluded by `--preference.gap` or `--preference.least-reward` contribute
+        no samples.
         """
         chosen, groups, tokens = self.cfg.preference, {}, batch.token["tokens"].split(batch.lengths.tolist())
         for place, position in enumerate(batch.seq["position"].tolist()):
@@ -95,7 +95,7 @@ class OnlinePreference(PolicyGradient):
             ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
         """
         models, cfg, algo, metrics = self.run.models, self.cfg, self.run.algo, Metrics()
-        # From here on only the two samples of a pair must stay together, not the samples of a prompt.
+        # From here on, only the two samples of a pair must stay together, not all samples of a prompt.
         batch.seq.pop("unit", None)
         if models.reward_model:
             metrics.merge(add_model_scores(batch, models, algo, cfg.reward.model_coef))
@@ -125,11 +125,11 @@ class OnlinePreference(PolicyGradient):
         return super().answer(batch)
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the samples unchanged, because their losses need no advantages."""
+        """Return the samples unchanged, because the losses need no advantages."""
         return batch
 
     def update(self, pairs: Batch, step: int) -> Metrics:
-        """Update the policy on the samples that `score` returned, then the reference if that is due. Collective.
+        """Update the policy on the samples that `score` returned, then the reference if it is due. Collective.
 
         step: counted from 0.
         """
@@ -139,7 +139,7 @@ class OnlinePreference(PolicyGradient):
         return stats
 
     def objective(self) -> Objective:
-        """Return the loss that the settings name. Pair losses compute logp at the sampling temperature."""
+        """Return the configured loss. Pair losses compute logp at the sampling temperature."""
         chosen, policy, peers = self.cfg.preference, self.run.models.policy, self.run.peers
         if self.alone:
             return SftObjective("nll", peers)
@@ -149,14 +149,14 @@ class OnlinePreference(PolicyGradient):
 
 @dataclass
 class OwnPairs(PairObjective):
-    """The losses of pairs that an engine sampled; they also report how the policy's logp differ from the engine's."""
+    """Pair losses on samples from an engine, which also report the mismatch between policy and engine logp."""
 
     algo: Algorithm | None = None
     start: int = 0
-    """The policy's `updates_done` when the update began."""
+    """The policy's `updates_done` at the start of the update."""
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `PairObjective.loss`, and adds the difference of logp before the first update."""
+        """Implements `PairObjective.loss`, and reports the logp mismatch before the first update."""
         out = super().loss(micro, first_T, second_T, shared)
         assert self.algo is not None
         if self.policy.updates_done == self.start:

@@ -1,6 +1,6 @@
-"""Scores responses with a reward model: prepares its input, finds the tokens at which it scores, computes the scores.
+"""Scores responses with a reward model: prepares its input, locates the scored tokens, computes the scores.
 
-Dimensions: n, the positions at which scores are read (ends of steps or of responses); L, the scores at a position.
+Dimensions: n, the positions where scores are read (ends of steps or responses); L, the scores per position.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,35 +25,35 @@ from spmdrl.rl.retokenize import Rewriter
 
 @dataclass
 class Scores:
-    """A reward model's scores of the responses of a batch, all float64; 0 for a sequence without a sampled token."""
+    """Reward-model scores for the responses of a batch, all float64; 0 for sequences without sampled tokens."""
 
     response_B: torch.Tensor
     """The score that enters the reward."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of one of the scores that the model gives -> this score of each response, [B]; if steps are scored, the mean
-    over a response's steps."""
+    """Maps the name of each of the model's scores to its values [B]; the mean over a response's steps if steps are
+    scored."""
     steps_B: torch.Tensor | None = None
-    """Number of steps of each response; None if responses are not scored by steps."""
+    """Number of steps per response, or None if responses are not scored per step."""
     process_T: torch.Tensor | None = None
-    """The score of each step at its last sampled token, 0 elsewhere."""
+    """Step scores, each at the last sampled token of its step; 0 elsewhere."""
     ends_T: torch.Tensor | None = None
     """1 at the last sampled token of each step, 0 elsewhere."""
 
 
 @dataclass
 class AtLast:
-    """Reads the score at the last sampled token; if the model gives several, their mean.
+    """Reads the score at the last sampled token, or the mean score if the model gives several.
 
-    It is used for a model that `--reward.model` names without a YAML file, for a cost model, and when a job is only
-    planned (`spmdrl.plan`).
+    It is used if `--reward.model` is a model path rather than a YAML file, for cost models, and by memory planning
+    (`spmdrl.plan`).
     """
 
     prefix: str = "the reward model"
     """Start of error messages: the flag and the path."""
     positions: int = 0
-    """Maximum number of tokens that the model can read; 0: unknown."""
+    """Maximum sequence length of the model, or 0 if unknown."""
     steps: bool = False
-    """True to also return the score as that of a single step, which spans the response."""
+    """True to also return the score as the score of a single step that spans the response."""
     names: tuple[str, ...] = ()
 
     def of(self, prompts: PromptSet) -> "AtLast":
@@ -77,7 +77,7 @@ class AtLast:
 
 @dataclass
 class Reading:
-    """Scores responses as the YAML file in `--reward.model` describes."""
+    """Scores responses as configured by the YAML file in `--reward.model`."""
 
     classifier: ClassifierConfig
     labels: Labels
@@ -86,13 +86,13 @@ class Reading:
     tokenizer: Any
     """The policy's tokenizer."""
     rewriter: Rewriter | None
-    """Converts responses to the reward model's tokens; None if it uses the policy's tokens."""
+    """Converts responses to the reward model's tokens, or None if it uses the policy's tokenizer."""
     prompts: dict[int, Prompt]
-    """Prompts by index, used only for a reward model with other tokens than the policy's."""
+    """Prompts by index, used only if the reward model has its own tokenizer."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the scores that the model gives; each score becomes a part of the reward under its name."""
+        """Names of the model's scores; each score becomes a reward part of that name."""
         return self.labels.names
 
     def of(self, prompts: PromptSet) -> "Reading":
@@ -133,7 +133,7 @@ class Reading:
         )
 
     def places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch, torch.Tensor]:
-        """Find the ends of steps in the policy's tokens and in the reward model's tokens.
+        """Locate the ends of steps in the policy's tokens and in the reward model's tokens.
 
         A response that is not scored by steps counts as one step.
 
@@ -152,7 +152,8 @@ class Reading:
         offset = 0
         for i, (start, first, last) in enumerate(zip(starts, first_B, last_B, strict=True)):
             if last < 0:
-                # A sequence without a sampled token becomes one dummy token, because a batch has no empty sequences.
+                # A sequence without sampled tokens becomes one dummy token, because a batch cannot have empty
+                # sequences.
                 written.append([0])
                 offset += 1
                 continue
@@ -187,7 +188,7 @@ class Reading:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _lead(self, before: int, tokens: list[int], text: str) -> str:
-        """Return the blank at the start of a response; some tokenizers drop it when they decode a response alone.
+        """Return the leading blank of a response, which some tokenizers drop when they decode the response alone.
 
         before: the last token of the prompt. text: the text of `tokens`, decoded alone.
         """
@@ -223,10 +224,10 @@ class Reading:
 
 
 def reduced(score_n: torch.Tensor, seq_n: torch.Tensor, count_B: torch.Tensor, how: str) -> torch.Tensor:
-    """Reduce the scores of the steps of each response to one score, [B]; 0 for a response without steps.
+    """Reduce each response's step scores to one score [B], or 0 for responses without steps.
 
-    seq_n: index of each step's response, int64, ascending. count_B: number of steps of each response. how: `min`,
-    `mean`, `product` or `last`.
+    seq_n: index of each step's response, int64, ascending. count_B: number of steps per response. how: `min`, `mean`,
+    `product` or `last`.
     """
     if how == "last":
         out_B = torch.zeros(len(count_B), dtype=torch.float64)
@@ -248,9 +249,9 @@ FROZEN = (
 
 
 def check_length(batch: Batch, most: int, prefix: str) -> None:
-    """Check that no sequence is longer than a model can read.
+    """Check that all sequences fit into a model's context length.
 
-    most: the model's number of positions; 0 disables the check. prefix: start of the error message.
+    most: maximum length in tokens, or 0 to skip the check. prefix: start of the error message.
 
     Raises:
         ValueError: a sequence is too long; the message names the longest.
@@ -265,7 +266,7 @@ def check_length(batch: Batch, most: int, prefix: str) -> None:
 
 
 def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> torch.Tensor:
-    """Return x_T after checking that it is finite at the trained tokens. model, why: start and end of the message.
+    """Check that x_T is finite at the trained tokens, and return it. model, why: start and end of the error message.
 
     Raises:
         ValueError: a value is not finite; the message names model, prompt and sample.
@@ -281,7 +282,7 @@ def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> to
 
 
 def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
-    """Return an `AtLast` for the classifier at `path`, which no YAML file describes; None without a path."""
+    """Return an `AtLast` for the classifier at `path`, which has no YAML file, or None without a path."""
     if not path:
         return None
     config = read_config(resolve(path, trust_remote_code), trust_remote_code)
@@ -289,11 +290,11 @@ def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
 
 
 def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | AtLast | None:
-    """Return the object that scores responses to the prompts with the reward model; None without a reward model.
+    """Return the scorer that applies the reward model to responses to the prompts, or None without a reward model.
 
     Raises:
-        ValueError: the reward model's tokenizer is missing or cannot render the prompts, or the reward model has other
-            tokens than the policy and there is an environment.
+        ValueError: the reward model's tokenizer is missing or cannot render the prompts, or differs from the policy's
+            in a run with an environment.
     """
     trust, prefix = cfg.model.trust_remote_code, f"{FLAG} {cfg.reward.model}"
     if labels is None:

@@ -1,8 +1,8 @@
 """Encodes responses with the tokenizer of a reward model (`Rewriter`) or of a teacher (`Pair`).
 
-A policy may write text that is a special token of the reward model's tokenizer, with which it could end its turn and
-begin another role's. `Rewriter` inserts a blank into this text. `Pair` finds spans of text that consist of complete
-tokens of both tokenizers.
+A policy can write text that the reward model's tokenizer parses as a special token, and so end its turn and start
+another role's. `Rewriter` breaks such text with a blank. `Pair` finds text spans that end at a token boundary in both
+tokenizations.
 """
 
 from bisect import bisect_left
@@ -20,23 +20,23 @@ from spmdrl.data.template_ends import end_of_turn_tokens
 from spmdrl.hub.tokenizer import BROKEN, control_words
 
 PLACEHOLDER = "\ue000"
-"""A private-use character that is rendered instead of an answer, to find the answer's place in a template."""
+"""A private-use character that is rendered instead of an answer, to locate the answer in a template."""
 CUT = -1
-"""Value that replaces the end of a token that ends within a character."""
+"""Marks a token that ends in the middle of a character, in place of its end offset."""
 BEFORE = 4
-"""Number of prompt tokens that are decoded with a response, because some tokenizers drop a blank at a text's start."""
+"""Number of prompt tokens to decode together with a response, because some tokenizers drop a leading blank."""
 
 Span = tuple[range, range]
-"""Range of the student's tokens and range of the teacher's tokens, both as indices within the response."""
+"""Ranges of student tokens and teacher tokens, both as indices into the response."""
 
 
 class Rewriter:
     """Encodes a prompt and a response with a reward model's tokenizer."""
 
     def __init__(self, tokenizer: Any, prefix: str, pad: int | None):
-        """tokenizer: the reward model's. prefix: start of error messages.
+        """tokenizer: the reward model's tokenizer. prefix: start of error messages.
 
-        pad: padding token; as in transformers, the score is at the last other token.
+        pad: padding token; as in transformers, the score is read at the last non-padding token.
         """
         self.tokenizer, self.prefix, self.pad = tokenizer, prefix, pad
         self.control = control_words(tokenizer)
@@ -54,15 +54,15 @@ class Rewriter:
             )
 
     def whole(self, prompt: Prompt, response: str) -> tuple[list[int], int]:
-        """Return the tokens of a prompt with its response, and the index of the token at which HF models score it."""
+        """Return the tokens of a prompt with its response, and the index of the token that HF models score."""
         tokens = self._tokens(prompt, self._text(prompt, prompt.reply + self.control.sub(BROKEN, response)))
-        # As in transformers, the score is at the last token that is not padding, or at the first if all are padding.
+        # As in transformers, the score is read at the last non-padding token, or at the first token if all are padding.
         return tokens, next((i for i in range(len(tokens) - 1, -1, -1) if tokens[i] != self.pad), 0)
 
     def stepwise(self, prompt: Prompt, response: str, ends: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens of a prompt with its response, and the index of the token that ends each step.
 
-        ends: the end of each step in the response, in characters (`step_ends`).
+        ends: character offset in the response at which each step ends (`step_ends`).
 
         Raises:
             ValueError: the chat template omits responses, or the tokens cannot be located in the text.
@@ -79,10 +79,11 @@ class Rewriter:
         return tokens, self._holding(tokens, text, places, prompt.chat)
 
     def _text(self, prompt: Prompt, reply: str) -> str:
-        """Return the text of a prompt with a reply. The chat template renders a chat, without a generation prompt."""
+        """Return the text of a prompt with a reply. Chats are rendered without a generation prompt."""
         content = prompt.content
         if not prompt.chat:
-            # Without a chat template, a prompt is plain text or one user message (`data.chat.encode` refuses others).
+            # Without a chat template, a prompt is plain text or a single user message (`data.chat.encode` rejects
+            # others).
             return (content if isinstance(content, str) else content[0]["content"]) + reply
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         try:
@@ -100,7 +101,7 @@ class Rewriter:
             ) from error
 
     def _located(self, prompt: Prompt, reply: str) -> tuple[str, str, int]:
-        """Return the text that the model reads, the reply as contained in that text, and the reply's offset in it."""
+        """Return the full text that the model reads, the reply as it appears there, and its offset."""
         text = self._text(prompt, reply)
         if not prompt.chat:
             return text, reply, len(text) - len(reply)
@@ -109,7 +110,7 @@ class Rewriter:
             raise ValueError(
                 f"{self.prefix}: its chat template leaves out the assistant's answer; give the model another template"
             )
-        # A template may strip the white space around an answer.
+        # Templates may strip white space around an answer.
         for kept in (reply, reply.strip(), reply.lstrip(), reply.rstrip()):
             if text == head + kept + tail:
                 return text, kept, len(head)
@@ -132,7 +133,8 @@ class Rewriter:
         def decode(some: list[int]) -> str:
             return self.tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-        # Offsets of byte-level tokenizers omit white space, so they are used only if decoding does not return the text.
+        # Byte-level tokenizers report offsets without white space, so use offsets only if decoding does not reproduce
+        # the text.
         shift = decode(tokens).find(text)
         if shift >= 0:
             return tokens_of_ends(decode, tokens, [shift + place for place in places])
@@ -151,7 +153,7 @@ class UnreadableError(Exception):
 
 
 def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -> tuple[str, list[int]]:
-    """Return the text of tokens, and each token's end in that text, in characters (or CUT). before: earlier tokens.
+    """Decode tokens; return the text and the character offset where each token ends (or CUT). before: earlier tokens.
 
     Raises:
         UnreadableError: the text of some tokens depends on other tokens.
@@ -168,19 +170,19 @@ def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -
         raise UnreadableError("the text of a token depends on the tokens around it")
     text = whole[len(known) :]
     ends = [max(0, end - len(known)) for end in reached[len(lead) :]]
-    # A token with only a part of a character's bytes decodes to a replacement mark when alone. Between two such tokens
-    # a character may end; assuming that it does not makes some spans longer, but never wrong.
+    # A token with only some of a character's bytes decodes to a replacement mark on its own. A character may end
+    # between two such tokens; assuming that it does not makes some spans longer, but never wrong.
     marked = [alone(token).endswith(MARK) for token in tokens]
     after = [*(alone(token).startswith(MARK) for token in tokens[1:]), text.endswith(MARK)]
     return text, [CUT if a and b else end for end, a, b in zip(ends, marked, after, strict=False)]
 
 
 def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
-    """Return the shortest spans at whose ends student and teacher have decoded the same text.
+    """Return the shortest spans such that student and teacher have decoded the same text at the end of each.
 
-    A token without text belongs to the span of the next token; at the end of the response it belongs to no span.
+    A token without text belongs to the next token's span, or to no span at the end of the response.
 
-    mine, theirs: the ends of the student's and of the teacher's tokens in the text, in characters.
+    mine, theirs: character offsets where the student's and the teacher's tokens end.
     """
     ends = [{end: i + 1 for i, end in reversed(list(enumerate(side))) if end > 0} for side in (mine, theirs)]
     spans, begun = [], (0, 0)
@@ -193,7 +195,7 @@ def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Aligned:
-    """A response in the teacher's tokens, and the spans of text that both tokenizers encode by complete tokens."""
+    """A response in the teacher's tokens, and the text spans that consist of whole tokens in both tokenizations."""
 
     spans: list[Span]
     teacher: list[int]
@@ -201,30 +203,30 @@ class Aligned:
 
 
 def end_of_turn(tokenizer: Any, ends: set[int], template: str = "") -> int:
-    """Return the token with which the chat template ends an answer, or else the tokenizer's end token.
+    """Return the token that ends an answer in the chat template, or the tokenizer's end token if there is none.
 
-    ends: all tokens that may end a response. template: replaces the tokenizer's chat template if set.
+    ends: all tokens that may end a response. template: overrides the tokenizer's chat template if set.
     """
     proved = end_of_turn_tokens(tokenizer, chosen_template(tokenizer, template))
     return next((token for token in proved if token in ends), tokenizer.eos_token_id)
 
 
 class Pair:
-    """Aligns a student's responses with its teacher's tokens, for two different tokenizers."""
+    """Aligns a student's responses with the tokens of a teacher that has a different tokenizer."""
 
     def __init__(self, student: Any, teacher: Any, ends: set[int], teacher_ends: set[int], template: str = ""):
-        """Find the tokens with which student and teacher end a response.
+        """Find the tokens that end a response of the student and of the teacher.
 
         ends, teacher_ends: all tokens that may end a response of the student and of the teacher. template: the
-        student's chat template, if it is not the tokenizer's.
+        student's chat template, if it overrides the tokenizer's.
         """
         self.student, self.teacher, self.ends = student, teacher, ends
         self.last = end_of_turn(student, ends, template), end_of_turn(teacher, teacher_ends)
-        """The two tokens with which student and teacher end a response."""
+        """The student's and the teacher's end-of-response token."""
         self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids) | teacher_ends
 
     def align(self, tokens: list[int], prompt: Sequence[int] = ()) -> Aligned:
-        """Encode a response in the teacher's tokens, and find the spans. An end token is the last span.
+        """Encode a response with the teacher's tokenizer, and find the spans. The end token forms the last span.
 
         Raises:
             UnreadableError: the response contains other control tokens, or text that a tokenizer does not reproduce.
@@ -235,7 +237,7 @@ class Pair:
             raise UnreadableError(f"it contains the control token {self.student.convert_ids_to_tokens(odd[0])!r}")
         text, mine = reading(self.student, body, list(prompt)[-BEFORE:])
         if not ended:
-            # A response may be cut off within a character.
+            # A response may be cut off in the middle of a character.
             text = text[: max([0, *mine])]
         if MARK in text:
             raise UnreadableError("it has bytes that are not text")
@@ -255,9 +257,9 @@ class Pair:
         return Aligned(spans, theirs)
 
     def both(self, sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids of the M common tokens, the student's and the teacher's, int64 [M] each.
+        """Return the student's and the teacher's ids of the M common tokens, int64 [M] each.
 
-        Common tokens have the same string in both vocabularies; the tokens that end a response are common too.
+        Common tokens have the same string in both vocabularies. The two end-of-response tokens also count as common.
 
         sizes: vocabulary sizes of the student's and the teacher's model, which may be smaller than their tokenizers'.
         """

@@ -1,4 +1,4 @@
-"""One rollout: takes prompts from the queue, samples with the engine, adds observations, grades finished episodes."""
+"""Runs one rollout: takes prompts from the queue, samples, adds observations, and grades finished episodes."""
 
 import time
 from collections import Counter
@@ -14,11 +14,11 @@ from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
 PATIENCE = 0.2
-"""Longest single wait for environments, in seconds, while the rank's engine has nothing to do."""
+"""Maximum seconds of a single wait for environments while the rank's engine is idle."""
 
 
 class Rollout:
-    """The execution of a plan on one engine."""
+    """Executes a rollout plan on one engine."""
 
     def __init__(self, plan: RolloutPlan, engine: Engine, grading: Grading, world: World, environment: Environment):
         self.plan, self.engine, self.grading, self.world, self.environment = plan, engine, grading, world, environment
@@ -34,26 +34,27 @@ class Rollout:
         self.phases: Counter[str] = Counter()
         """Number of episodes in each phase before grading (`Episode.phase`)."""
         self.observations: list[tuple[Place, Observation]] = []
-        """Observations that have arrived but wait for others (`plan.in_order`)."""
+        """Observations that have arrived and are held back until all others have (`plan.in_order`)."""
         self.ended = 0
-        """Number of groups completed since the last call of `tally.reached` that count (`RolloutPlan.counts`)."""
+        """Number of groups that count (`RolloutPlan.counts`) and were completed since the last call of
+        `tally.reached`."""
         self.idle = 0.0
-        """Seconds in which the engine took no step because the rollout waited for environments."""
-        # An engine begins groups only while it has less than an equal share of requests under way. Engines that finish
-        # early take further prompts.
+        """Seconds that the engine was idle because the rollout waited for environments."""
+        # An engine starts new groups only while it has less than an equal share of the requests in flight. Engines that
+        # finish early take more prompts.
         self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
         self.fair += len(plan.carried) * plan.requests_per_prompt
-        # Remote environments may be slow to open, so they are opened before the engine has a place for the episode.
+        # Remote environments may be slow to open, so they are opened before the engine has a free slot for the episode.
         self.places = engine.capacity * (2 if environment.remote else 1)
 
     @property
     def running(self) -> int:
-        """Number of requests that the engine is sampling."""
+        """Number of requests in the engine."""
         return self.phases["sampling"]
 
     @property
     def due(self) -> int:
-        """Number of episodes whose next observation has not been processed yet."""
+        """Number of episodes that wait for an observation."""
         return self.phases["opening"] + self.phases["answering"]
 
     def enter(self, episode: Episode, phase: str) -> None:
@@ -63,7 +64,7 @@ class Rollout:
         episode.phase = phase
 
     def run(self, timer: Timer) -> Experience:
-        """Sample until all or enough groups are complete or the rollout is abandoned, then wait for the rewards."""
+        """Sample until all or enough groups are complete or the rollout is abandoned, then wait for rewards."""
         plan = self.plan
         with timer("rollout"):
             while self.admit():
@@ -95,7 +96,7 @@ class Rollout:
         return self.abandoned
 
     def admit(self) -> bool:
-        """Begin groups while there is room; return False if no episode is running and none is left to begin."""
+        """Start groups while there is room; return False if no episode is running and none is left to start."""
         taken = self.take()
         while taken:
             for group in taken:
@@ -104,27 +105,28 @@ class Rollout:
                     self.begin(group, episode)
             self.observe()
             self.catch_up()
-            # If all episodes that were just begun have already failed, begin more.
+            # If all episodes that were just started have already failed, start more.
             taken = [] if self.running + self.due else self.take()
         return self.running + self.due > 0
 
     def take(self) -> list[PromptGroup]:
-        """Return as many groups as there is room for, groups of earlier steps first."""
-        # An episode that waits for its environment takes no place in the engine.
+        """Return as many groups as there is room for, those of earlier steps first."""
+        # An episode that waits for its environment does not occupy an engine slot.
         under_way, each = self.running + self.due, self.plan.requests_per_prompt
         free = min(self.places - self.running - self.phases["opening"], self.fair - under_way)
         room = max(-(-free // each), 0)
         if self.environment.most_open:
             room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
-        # `queue.take` may be collective over the engine; all of its ranks have the same room, and make the same call.
+        # `queue.take` may be collective over the engine. All ranks of the engine compute the same room, so all make
+        # this call.
         for place in self.queue.take(room - len(taken)):
             taken.append(self.plan.group(place))
             self.begun = place + 1
         return taken
 
     def begin(self, group: PromptGroup, episode: Episode) -> None:
-        """Begin an episode, or continue one that was cut short."""
+        """Start an episode, or resume one that was cut short."""
         self.environment.open(self.plan, group, episode)
         if not episode.segments:
             self.enter(episode, "opening")
@@ -134,7 +136,7 @@ class Rollout:
             self.submit(group, episode)
 
     def ask(self, group: PromptGroup, episode: Episode, finish: str) -> None:
-        """Make the environment answer an episode's last response. finish: how the engine ended the response."""
+        """Send an episode's last response to the environment. finish: the engine's finish reason."""
         episode.unanswered = finish
         self.environment.answer(self.plan, group, episode, finish)
         self.enter(episode, "answering")
@@ -145,7 +147,7 @@ class Rollout:
         self.enter(episode, "sampling")
 
     def advance(self) -> None:
-        """Run a step of the engine, or wait for environments if it has nothing to do; then process what has arrived."""
+        """Run an engine step, or wait for environments if the engine is idle; then process what has arrived."""
         tick()
         if self.running:
             for completion in self.engine.poll():
@@ -170,10 +172,10 @@ class Rollout:
         self.idle += time.monotonic() - began
 
     def observe(self, wait: float = 0.0) -> None:
-        """Process the environments' observations, waiting up to `wait` seconds for the first.
+        """Process observations from the environments, waiting up to `wait` seconds for the first.
 
-        Under `plan.in_order` they are processed when all have arrived, sorted by (position, sample). The composition of
-        the engine's batch affects rounding, so it must not depend on which answers arrive together.
+        Under `plan.in_order` they are held back until all have arrived, and then processed by (position, sample). The
+        composition of the engine's batch affects rounding, so it must not depend on the timing of answers.
         """
         came = self.environment.poll(wait)
         self.observations += share(came, self.world) if self.shares else came
@@ -197,10 +199,10 @@ class Rollout:
             self.grading.ended(group, episode)
 
     def cut_short(self, keep: bool) -> None:
-        """Stop unfinished episodes and keep their tokens. keep: True if another step continues them."""
+        """Abort unfinished episodes and keep their tokens. keep: True if a later step resumes them."""
         unfinished = [e for g in self.groups.values() for e in g.open]
         for episode in (e for g in self.groups.values() if not g.done for e in g.episodes):
-            # Finished episodes of an unfinished group are graded later, with the other episodes of the group.
+            # Finished episodes of an unfinished group are graded later, together with the rest of the group.
             self.enter(episode, "")
         keys = [request_key(e) for e in unfinished if e.segments]
         for completion in self.engine.abort(keys):
@@ -209,7 +211,7 @@ class Rollout:
 
 
 def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
-    """Add the engine's completion to its episode."""
+    """Append the engine's completion to its episode."""
     if completion.tokens and completion.version != plan.version:
         raise StaleEngineError(
             f"the engine sampled with weight version {completion.version} in a rollout of version {plan.version}"
@@ -217,8 +219,8 @@ def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
     if completion.tokens or completion.finish != "abort":
         episode.add_sampled(completion.tokens, completion.logp, plan.version)
     if completion.experts is not None:
-        # In a continued episode the engine ran earlier tokens again, with newer weights. `add_experts` keeps the
-        # experts of their first run, in which their logp were computed.
+        # For a resumed episode, the engine prefills the earlier tokens again with newer weights. `add_experts` keeps
+        # the routing of the first pass, which produced their logp.
         episode.add_experts(completion.experts)
 
 
@@ -231,7 +233,7 @@ def add(seen: Observation, episode: Episode) -> None:
         episode.finish, episode.given = seen.over, seen.given
         episode.parts, episode.conversation = seen.parts, None
         if not episode.segments:
-            # The episode failed before it began. It gets an empty prompt, and is never part of a batch.
+            # The episode failed before it started. It gets an empty prompt and never enters a batch.
             episode.segments.append(prompt_segment([]))
     elif not episode.segments:
         episode.segments.append(prompt_segment(seen.tokens))

@@ -1,6 +1,6 @@
-"""Plans of rollouts, the groups of episodes that they sample, and the experience that results from them.
+"""Rollout plans, the groups of episodes that they sample, and the experience that rollouts return.
 
-A carried group is one that a rollout cut short or did not begin, and that a later rollout continues.
+A carried group is one that a rollout cut short or did not start, to be continued by a later rollout.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 ASK_EVERY = 16
-"""Number of polls after which the ranks of an engine decide together, each time, whether to abandon the rollout."""
+"""Number of polls between two collective decisions on an engine about abandoning the rollout."""
 
 
 @dataclass
 class PromptGroup:
-    """The episodes of one prompt, all of them on one engine."""
+    """The episodes of one prompt, all on the same engine."""
 
     position: int
-    """Number of this draw among all draws of prompts in the run. A prompt that is drawn twice has two positions."""
+    """Index of this draw among all prompt draws of the run. A prompt that is drawn twice has two positions."""
     prompt: Prompt
     born: int
-    """Step in which the prompt was drawn; in an evaluation, the constant `evaluation.EVALUATION`."""
+    """Step in which the prompt was drawn, or the constant `evaluation.EVALUATION` in an evaluation."""
     episodes: list[Episode]
-    """Episodes in the order of their samples. The greedy episode, if there is one, is the last."""
+    """Episodes in sample order. The greedy episode, if there is one, comes last."""
 
     @property
     def done(self) -> bool:
@@ -44,7 +44,7 @@ class PromptGroup:
         return [e for e in self.episodes if not e.finish]
 
     def copy(self) -> "PromptGroup":
-        """Return a copy that can continue without changing this group. It shares segments, which are never modified."""
+        """Return a copy that can continue without changing this group. Segments are shared, as they are immutable."""
         return replace(
             self,
             episodes=[
@@ -58,81 +58,82 @@ class PromptGroup:
 class Experience:
     """The result of one rollout, or of all rollouts of a step: completed episodes and carried groups of this rank.
 
-    In a step's experience the positions of episodes are 0 .. prompts - 1 over all ranks.
+    In a step's experience, the positions of episodes are 0 .. prompts - 1 over all ranks.
     """
 
     episodes: list[Episode]
     """Episodes of complete groups, on an engine's first rank; empty on its other ranks."""
     drawn: int = 0
-    """Number of prompts up to the last one that was begun: by this engine in a rollout, by any engine in a step. The
-    next step continues with the prompt after it. 0 on ranks that do not sample."""
+    """Number of prompts up to the last one that was started, by this engine (rollout) or by any engine (step). The next
+    step continues after that prompt. 0 on ranks that do not sample."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups to continue later: they were cut short on this rank's engine, or drawn and not begun. Equal on all ranks
-    of an engine."""
+    """Groups to continue later, which this rank's engine cut short or has drawn but not started. Equal on all ranks of
+    an engine."""
     bad_samples: int = 0
-    """Number of samples left out on this rank. Reasons: a reward or logp is not finite; a sample could not be graded;
-    the advantage compares samples, and all other samples of the prompt are left out."""
+    """Number of samples dropped on this rank, because a reward or logp is not finite, a sample could not be graded, or
+    the advantage compares samples and all others of the prompt were dropped."""
     stats: Metrics = field(default_factory=Metrics)
     counts: dict[str, float] = field(default_factory=dict)
-    """Counts of environments on this rank (`environment.COUNTS`)."""
+    """Environment counters on this rank (`environment.COUNTS`)."""
     abandoned: bool = False
-    """True if the rollout was abandoned. Its episodes are then used only under `RolloutPlan.keeps_graded`."""
+    """True if the rollout was abandoned. Its episodes are then used only if `RolloutPlan.keeps_graded` is set."""
 
 
 @dataclass
 class RolloutPlan:
-    """The prompts to sample, and the settings of sampling. Every rank has the same plan, except for `carried`."""
+    """The prompts to sample from, and the sampling settings. Every rank has the same plan, except for `carried`."""
 
     name: str
-    """Name that is unique in the run; the prompt queue uses it as a key."""
+    """Name, unique in the run, which the prompt queue uses as a key."""
     prompts: list[Prompt]
-    """Prompts in the order of their positions."""
+    """Prompts in order of position."""
     samples: int
-    """Number of samples of each prompt."""
+    """Number of samples per prompt."""
     key: tuple[int, ...]
-    """Key of the random draws of this rollout: the run's seed, and the step or a constant."""
+    """Seed key of this rollout: the run's seed, and the step or a constant."""
     version: int
     max_new_tokens: int
-    """Maximum number of new tokens of all turns of an episode, including observations."""
+    """Maximum number of new tokens per episode over all turns, including observations."""
     temperature: float
     top_p: float = 1.0
     assignment: str = "queue"
     first_position: int = 0
-    """Position of the first prompt; the positions of the other prompts follow it."""
+    """Position of the first prompt; the others are numbered consecutively."""
     greedy: bool = False
-    """True to sample an additional greedy response to every prompt, whose reward is the baseline of the others."""
+    """True to also sample a greedy response to every prompt, whose reward is the baseline for the others."""
     bad_sample: str = "stop"
-    """Treatment of a sample with a logp or reward that is not finite: an error (`stop`), or the reward nan (`skip`)."""
+    """How to treat a sample whose logp or reward is not finite: raise an error (`stop`) or set its reward to nan
+    (`skip`)."""
     enough: int = 0
-    """When this many groups are completed over all engines, the other groups are cut short. 0: complete all groups."""
+    """Number of completed groups over all engines after which the others are cut short, or 0 to complete all groups."""
     least: int = 1
     """A group counts towards `enough` if the environments of at least this many of its samples did not fail."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups of earlier steps that this rank's engine continues, before new prompts."""
+    """Groups of earlier steps that this rank's engine continues before it takes new prompts."""
     carried_by: list[int] = field(default_factory=list)
-    """Number of carried groups of each engine; empty: no engine has any."""
+    """Number of carried groups per engine; empty if no engine has any."""
     turn_tokens: int = 0
-    """Maximum number of tokens of one response; 0: only the limit on the complete episode applies."""
+    """Maximum number of tokens per response; 0 for no limit other than that on the complete episode."""
     in_order: bool = False
     """True if the engine waits for all pending observations before each step and gets requests sorted by (position,
     sample). Timing then affects neither the engine's batches nor the choice of episodes to cut short."""
     keeps_cut: bool = False
-    """True if another step continues groups that are cut short."""
+    """True if groups that are cut short are continued in a later step."""
     must_end: int = -1
-    """Groups whose prompts were drawn in this step or earlier are completed regardless of `enough`. -1: no step."""
+    """Groups whose prompts were drawn in this step or earlier are completed regardless of `enough`. -1 for none."""
     may_end: Callable[[], bool] | None = None
-    """Function that is called between steps of the engine and of the grading; if it returns True, the rollout is
-    abandoned."""
+    """Callback that is called between engine steps and while rewards are pending; the rollout is abandoned if it
+    returns True."""
     keeps_graded: bool = False
     """True if an abandoned rollout still returns the groups that were graded before it was abandoned."""
 
     @property
     def requests_per_prompt(self) -> int:
-        """Number of requests for one prompt: its samples, and the greedy response if there is one."""
+        """Number of requests per prompt: its samples, plus the greedy response if there is one."""
         return self.samples + self.greedy
 
     def group(self, place: int) -> PromptGroup:
-        """Return a new group of the prompt at index `place` in `prompts`; its episodes have not begun."""
+        """Return a new group, with episodes that have not started, for the prompt at index `place` in `prompts`."""
         prompt, position = self.prompts[place], self.first_position + place
         episodes = [Episode(prompt.index, sample, position, []) for sample in range(self.requests_per_prompt)]
         return PromptGroup(position, prompt, self.key[-1], episodes)
@@ -165,7 +166,7 @@ class RolloutPlan:
         )
 
     def is_abandoned(self, world: World, polls: int) -> bool:
-        """Return True if the rollout is abandoned, equal on all ranks of an engine. Collective over the engine.
+        """Return True, on all ranks of an engine, if the rollout is abandoned. Collective over the engine.
 
         polls: number of calls in this rollout so far.
         """
@@ -179,10 +180,10 @@ class RolloutPlan:
         return bool(all_reduce(flag, "max", world.engine_group).item())
 
     def unbegun(self, done: Experience, last: int, world: World) -> list[PromptGroup]:
-        """Return this engine's groups among the first `last` prompts that it did not begin.
+        """Return the groups assigned to this engine, among the first `last` prompts, that it has not started.
 
-        Such groups exist only under static assignment, if another engine was faster; no other engine may begin them.
-        With a queue the list is empty.
+        Such groups exist only under static assignment, if another engine was faster; no other engine may start them.
+        With a queue, the list is empty.
         """
         if self.assignment != "static":
             return []
@@ -201,14 +202,14 @@ class RolloutPlan:
 
 
 def request_key(episode: Episode) -> Key:
-    """Return the key of the request for an episode's next tokens, unique within a rollout."""
+    """Return the request key for an episode's next tokens, unique within a rollout."""
     return episode.position, episode.sample, episode.turns - 1
 
 
 def shares(enough: int, groups: list[int]) -> list[int]:
     """Divide `enough` groups among engines in proportion to the number of groups that each engine has.
 
-    The shares add up to `enough`, or to all groups if there are fewer. No share exceeds the engine's number of groups.
+    The shares add up to `enough`, or to the number of groups if that is smaller. No share exceeds the engine's groups.
     """
     total, ends = sum(groups), [0, *accumulate(groups)]
     # Cumulative sums are rounded instead of shares, so that the shares add up exactly.

@@ -1,4 +1,4 @@
-"""One reinforcement learning run on one rank, and the learning method `PolicyGradient`; `train.py` calls both.
+"""A reinforcement learning run on one rank, and the learning method `PolicyGradient`. `train.py` calls both.
 
 `rl/build.py` builds them. `rl/distillation.py` and `rl/online_preference.py` contain other methods.
 """
@@ -40,33 +40,33 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass(kw_only=True)
 class Run(JobRun[Config]):
-    """A run on this rank: the models, engine and files that a training loop uses, and the work of each step."""
+    """A run on this rank: the models, engine and files of the training loop, and the work of each step."""
 
     algo: Algorithm
     spikes: Spikes
     state: RunState
     sampler: Sampler | None
-    """Samples the experience of steps; None on a rank that does not sample."""
+    """Samples the experience of each step; None on ranks that do not sample."""
     replay: ReplayBuffer
     evaluation: Evaluation
     memory: Memory
     tokenizer: Any
     prompts: PromptSet
     experts_width: int
-    """Number of columns of `token["experts"]` in a batch under routing replay; 0 without routing replay."""
+    """Number of columns of `token["experts"]` in a batch, or 0 without routing replay."""
     method: "PolicyGradient" = field(init=False)
-    """The learning method, which is created after the run."""
+    """Learning method, created after the run."""
     timeouts_seen: int = 0
     digits = 3
 
     @property
     def peers(self) -> Peers:
-        """The data positions of the run, over which metrics and losses are summed."""
+        """The run's data positions, over which metrics and losses are summed."""
         return self.world.data_peers
 
     @cached_property
     def reader(self) -> CallReader | None:
-        """The reader of tool calls in the policy's turns; None without an environment."""
+        """The tool-call parser for the policy's turns, or None without an environment."""
         return call_reader(self.cfg, self.tokenizer)
 
     # ── one step ─────────────────────────────────────────────────────────────
@@ -78,7 +78,7 @@ class Run(JobRun[Config]):
             yield step
 
     def experience(self, step: int) -> Experience:
-        """Return this step's graded experience; sample it unless that was done in advance. Collective over all ranks.
+        """Return this step's graded experience, sampling it unless that was done in advance. Collective over all ranks.
 
         The result has no episodes on a rank that does not sample.
 
@@ -101,9 +101,9 @@ class Run(JobRun[Config]):
             raise PreemptedError(step, what, abandoned=True)
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:
-        """Do the work of a rank that does not train, while other ranks train. Collective over the ranks of its role.
+        """Do the work of a rank that does not train while other ranks train. Collective over the ranks of its role.
 
-        The rank samples responses for later steps or runs the frozen models. `log` adds the metrics of sampling later.
+        The rank samples responses for later steps or runs the frozen models. `log` adds the sampling metrics later.
         """
         if self.sampler:
             with suppress(AbandonedError):
@@ -115,8 +115,8 @@ class Run(JobRun[Config]):
     def evaluate(self, step: int, force: bool = False) -> None:
         """Evaluate before this step's rollout if an evaluation is due. Collective over all ranks.
 
-        The metrics become part of the step's log line. With a reward model, `judge` must be called afterwards in the
-        training phase.
+        The metrics are added to the step's log line. With a reward model, call `judge` afterwards in the training
+        phase.
 
         Raises:
             PreemptedError: the evaluation was abandoned. Every rank raises it.
@@ -136,7 +136,7 @@ class Run(JobRun[Config]):
                 evaluation.show(self._rows(0, mine or []))
 
     def judge(self) -> None:
-        """If an evaluation waits for the reward model, add its scores. Collective over all ranks."""
+        """Add reward-model scores if an evaluation is waiting for them. Collective over all ranks."""
         if self.evaluation.to_judge is not None:
             with self.timer("eval"):
                 self.evaluation.judge()
@@ -144,20 +144,19 @@ class Run(JobRun[Config]):
     # ── after a step ─────────────────────────────────────────────────────────
 
     def log(self, step: int, batch: Batch, done: Experience, stats: Metrics) -> None:
-        """Reduce this step's metrics over ranks and write them. Collective over all ranks."""
+        """Reduce this step's metrics across ranks and write them. Collective over all ranks."""
         with self.timer("log"):
             self._count(batch, done, stats)
             values = self._numbers(stats)
             values |= self.evaluation.take() | self.checkpoints.saver.poll()
             self.checkpoints.saver.record_metrics(step + 1, values)
             if step + 1 == self.cfg.run.steps:
-                # `finish` evaluates again and adds `eval/...` to the same line, so the earlier metrics get another
-                # name.
+                # `finish` evaluates again and adds `eval/...` to the same line, so the earlier metrics are renamed.
                 values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
             rollout = self.cfg.rollout
             adapt_coefficients(self.algo, self.cfg, values, rollout.prompts_per_step * rollout.samples_per_prompt)
             self._write(step + 1, values, batch, done)
-            # The metrics are written first, because the warning or error refers to them.
+            # Write the metrics first, because the warning or error refers to them.
             if warning := check_mismatch(step + 1, values, self.cfg):
                 self.session.warn(warning)
 
@@ -170,7 +169,7 @@ class Run(JobRun[Config]):
         counts = torch.tensor([timeouts - self.timeouts_seen, done.bad_samples, drawn])
         self.timeouts_seen = timeouts
         timeouts, bad, drawn = all_reduce(counts, "sum", world.host_group).tolist()
-        # Steps that were sampled in advance are not counted yet, because a resumed run may sample them again.
+        # Do not count steps that were sampled in advance, because a resumed run may sample them again.
         self.state.draws += drawn
         if world.trains:
             describe(stats, batch, bool(self.cfg.reward.model))
@@ -199,7 +198,7 @@ class Run(JobRun[Config]):
         if self.world.trains and self.models.reading and self.cfg.tracking.samples:
             columns = model_columns(batch, labels, self.peers)
         if self.world.is_first:
-            # The labels' scores are in `columns`, so they are not parts of the episodes.
+            # Label scores are in `columns`, so they are not included as reward parts of the episodes.
             episodes = to_episodes(batch, labels) if self.world.roles.split else done.episodes
             rows = self._rows(step, episodes, columns)
         self.journal.rows(self.evaluation.take_rows(step))
@@ -214,7 +213,7 @@ class Run(JobRun[Config]):
         return [row | (more or {}).get((e.position, e.sample), {}) for row, e in zip(rows, chosen, strict=True)]
 
     def held(self) -> dict[str, int]:
-        """Return the values that must be equal on all ranks after a step."""
+        """Return values that must be equal on all ranks after a step."""
         return {"draws": self.state.draws, "version": self.memory.version}
 
     # ── the end ──────────────────────────────────────────────────────────────
@@ -222,7 +221,7 @@ class Run(JobRun[Config]):
     def leave(self, left: PreemptedError) -> None:
         """Save the models unless a checkpoint has them. Collective over all ranks."""
         if left.abandoned:
-            # An abandoned rollout leaves the weights off the device; entering this phase brings them back.
+            # An abandoned rollout leaves the weights offloaded; entering this phase moves them back.
             with self.memory.training_phase():
                 pass
         super().leave(left)
@@ -250,10 +249,10 @@ class Run(JobRun[Config]):
 
 
 class PolicyGradient:
-    """Learns from advantages of the policy's samples. Other learning methods are subclasses of this class."""
+    """Policy-gradient learning from advantages, and the base class of the other learning methods."""
 
     replays = True
-    """True if `spmdrl.tools.replay` can run an optimizer step again."""
+    """True if `spmdrl.tools.replay` can replay an optimizer step."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -261,7 +260,7 @@ class PolicyGradient:
     def pack(self, episodes: list[Episode], step: int) -> Batch:
         """Return this rank's episodes of a step as a batch (`make_batch`). Collective, within a rollout phase."""
         run = self.run
-        # The columns depend only on settings, because ranks without the policy must add the same ones.
+        # The columns depend only on settings, because ranks without the policy must have the same ones.
         with run.timer("exchange"):
             return make_batch(
                 episodes,
@@ -277,10 +276,10 @@ class PolicyGradient:
             )
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Score a batch; return the batch to learn from, and metrics. Collective over the ranks that train.
+        """Score a batch; return the batch to train on, and metrics. Collective over the ranks that train.
 
         Raises:
-            ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
+            ValueError: a model output is not finite; the message names model, prompt and sample.
         """
         run = self.run
         return batch, score(batch, run.models, run.algo, run.cfg, run.peers)
@@ -291,10 +290,10 @@ class PolicyGradient:
         return Metrics()
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the batch with an advantage for each token. Collective over the ranks that train."""
+        """Add per-token advantages to a batch. Collective over the ranks that train."""
         return self.run.algo.advantages(batch, self.run.peers)
 
     def update(self, batch: Batch, step: int) -> Metrics:
-        """Update every model that learns. Collective over the ranks that train. step: counted from 0."""
+        """Update all trained models. Collective over the ranks that train. step: 0-based."""
         run = self.run
         return update(batch, run.models, run.algo, run.cfg, step, run.peers)

@@ -1,4 +1,4 @@
-"""Samples the experience of steps, up to `--rollout.staleness` steps in advance, by rollouts that fill the batches."""
+"""Samples the experience for each step, up to `--rollout.staleness` steps in advance."""
 
 from collections import deque
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from spmdrl.tracking.metrics import Timer
 
 @dataclass
 class Sampler:
-    """Samples the experience of a run on a rank with an engine. Methods are collective over the ranks that sample.
+    """Samples a run's experience on ranks with an engine. Methods are collective over the ranks that sample.
 
-    Experience may be sampled up to `staleness` steps in advance: step k is sampled with the weights at the start of
-    step max(k - staleness, first step of the run).
+    Experience can be sampled up to `staleness` steps in advance: step k then uses the weights from the start of step
+    max(k - staleness, first step of the run).
     """
 
     cfg: Config
@@ -36,26 +36,26 @@ class Sampler:
     grader: Grader
     tokenizer: object
     start_step: int = 0
-    """First step since the last start of the job. It makes names of rollouts different after a restart."""
+    """First step since the job was last started. It keeps rollout names unique across restarts."""
     keep: Callable | None = None
     """Filter of `algos/filters.py`."""
     greedy: bool = False
-    """True to sample an additional greedy response to every prompt."""
+    """True to also sample a greedy response to every prompt."""
     environment: Environment | None = None
-    """Environment of the episodes; None: every episode is a single turn."""
+    """Environment of the episodes, or None for single-turn episodes."""
     judges: EngineJudges | None = None
-    """Judges on the engine; they make every rollout collective over the ranks that sample."""
+    """Judges that run on the engine, or None. They make every rollout collective over the ranks that sample."""
     step: int = 0
     """The next step to sample, counted from 0."""
     draws: int = 0
-    """Number of prompts that earlier steps have drawn."""
+    """Number of prompts drawn by earlier steps."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups of the last sampled step that the next one continues on this rank's engine (`Experience.carried`)."""
+    """Groups of the last sampled step that the next step continues on this rank's engine (`Experience.carried`)."""
     ready: deque[Experience] = field(default_factory=deque)
-    """Experience that was sampled in advance, the next step first."""
+    """Experience sampled in advance, next step first."""
 
     def take(self, step: int, version: int) -> Experience:
-        """Return this step's experience. Unless it was sampled in advance, sample it with the weights of `version`.
+        """Return this step's experience. Unless it was sampled in advance, sample it with weight version `version`.
 
         Raises:
             AbandonedError: sampling was interrupted. Every rank that samples raises it.
@@ -66,12 +66,12 @@ class Sampler:
         return self.ready.popleft()
 
     def look_ahead(self, step: int, version: int) -> None:
-        """Sample all later steps that `--rollout.staleness` allows to sample with the weights of this step."""
+        """Sample all later steps that may use the weights of this step under `--rollout.staleness`."""
         while self.step <= step + self.cfg.rollout.staleness and self.step < self.cfg.run.steps:
             self._next(version)
 
     def _next(self, version: int) -> None:
-        # The groups are copied, so that the originals are unchanged if sampling is abandoned.
+        # Copy the groups, so that the originals are unchanged if sampling is abandoned.
         done = self.fill_batch(self.step, self.draws, version, [group.copy() for group in self.carried])
         self.step += 1
         self.draws += done.drawn
@@ -79,18 +79,18 @@ class Sampler:
         self.ready.append(done)
 
     def fill_batch(self, step: int, drawn: int, version: int, carried: list[PromptGroup]) -> Experience:
-        """Run rollouts until a step has enough prompts; without a filter run exactly one.
+        """Run rollouts until a step has enough prompts. Without a filter, run exactly one.
 
         Args:
-            step: counted from 0.
-            drawn: number of prompts that earlier steps have drawn.
-            version: version of the engines' weights.
-            carried: groups of the previous step that this rank's engine continues (`Experience.carried`), before new
-            ones.
+            step: 0-based step.
+            drawn: number of prompts drawn by earlier steps.
+            version: weight version of the engines.
+            carried: groups of the previous step that this rank's engine continues before it takes new prompts
+                (`Experience.carried`).
 
         Raises:
             AbandonedError: sampling was interrupted. Every rank that samples raises it.
-            ValueError: `--filter.max-rounds` rollouts did not fill the step; the message has the acceptance rate.
+            ValueError: `--filter.max-rounds` rollouts did not fill the step; the message states the acceptance rate.
         """
         filling = Filling(self.cfg, self.world, self.keep, step, carried)
         for _ in range(filling.most_rounds):
@@ -102,14 +102,14 @@ class Sampler:
         raise filling.shortage()
 
     def plan(self, step: int, first: int, prompts: int, version: int, before: int = 0) -> RolloutPlan:
-        """Return the plan of a rollout of `prompts` prompts, the same on every rank and for every world size.
+        """Return the plan for a rollout over `prompts` prompts, independent of rank and world size.
 
         Args:
-            step: counted from 0.
-            first: number of prompts that the run has drawn already.
+            step: 0-based step.
+            first: number of prompts that the run has already drawn.
             prompts: number of prompts to draw.
-            version: version of the weights.
-            before: number of prompts that this step has drawn already.
+            version: weight version.
+            before: number of prompts that this step has already drawn.
         """
         cfg = self.cfg.rollout
         drawn = drawn_indices(len(self.prompts), first, prompts, self.cfg.run.seed, self.cfg.data.shuffle)
@@ -131,29 +131,29 @@ class Sampler:
         )
 
     def rollout(self, plan: RolloutPlan, timer: Timer | None = None) -> Experience:
-        """Sample and grade the prompts of a plan. Engines work independently until the end.
+        """Execute a plan: sample and grade. Engines work independently until the end.
 
         timer: defaults to the run's timer.
 
         Raises:
             AbandonedError: a rollout without `plan.keeps_graded` was interrupted. Every rank that samples raises it.
-            StaleEngineError: the engine has other weights than `plan.version`.
+            StaleEngineError: the engine's weights are not those of `plan.version`.
             RewardError: a grading failed.
-            ValueError: the engine reported a logp that is not finite, and `plan.bad_sample` is `stop`.
+            ValueError: the engine returned a logp that is not finite, and `plan.bad_sample` is `stop`.
         """
         timer = timer or self.timer
         if self.judges:
             self.judges.begin(plan)
         grading = Grading(self.grader, self.tokenizer, self.world.engine_tp_rank == 0)
         result = Rollout(plan, self.engine, grading, self.world, self.environment or Environment()).run(timer)
-        # All engines wait for the slowest one in this collective.
+        # In this collective, all engines wait for the slowest one.
         with timer("exchange"):
             if not plan.keeps_graded and any_rank(result.abandoned, self.world.rollout_group):
                 raise AbandonedError("the rollout was abandoned")
         return result
 
     def close(self) -> None:
-        """Stop the processes of rewards and environments."""
+        """Stop the reward and environment processes."""
         self.grader.close()
         if self.environment:
             self.environment.close()

@@ -1,4 +1,4 @@
-"""Computes what the update of a step needs: shaped rewards, old and reference logp, and critics' values."""
+"""Computes the inputs of a step's update: shaped rewards, old and reference logp, and critic values."""
 
 import math
 
@@ -28,12 +28,12 @@ from spmdrl.tracking.metrics import Metrics
 
 
 def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Peers) -> Metrics:
-    """Add to a batch all columns that the update needs, except advantages. Collective over the ranks that train.
+    """Add all columns that the update needs to a batch, except advantages. Collective over the ranks that train.
 
     peers: the data positions, over which rewards are normalized.
 
     Raises:
-        ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
+        ValueError: a model output is not finite; the message names model, prompt and sample.
     """
     metrics, token, temperature = Metrics(), batch.token, cfg.rollout.temperature
     if models.reward_model:
@@ -81,7 +81,7 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
 
 
 def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> None:
-    """Run the frozen models on a rank that does not train, in the order in which `score` runs them on other ranks.
+    """Run the frozen models on a rank that does not train, in the same order as `score` on the other ranks.
 
     Collective with the ranks that run `score`. batch: an empty batch with the same columns as on those ranks.
     """
@@ -95,12 +95,12 @@ def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> 
 
 
 def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float) -> Metrics:
-    """Add the reward model's scores to a batch. Collective over the ranks of the reward model.
+    """Add reward-model scores to a batch. Collective over the reward model's ranks.
 
-    The response's score is added to the reward, scores of labels become reward parts, and scores of steps become token
-    columns. An episode that branches gets the scores of its last path.
+    The response score is added to the reward, label scores become reward parts, and step scores become token columns.
+    An episode that branches gets the scores of its last path.
 
-    coef: factor on the score in the reward.
+    coef: weight of the score in the reward.
 
     Raises:
         ValueError: a label has the name of a reward part.
@@ -133,7 +133,7 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
 
 
 def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
-    """Return the cost model's score plus the reward part `part`, [B]. Collective if there is a cost model."""
+    """Return the costs [B]: the cost model's score plus the reward part `part`. Collective if there is a cost model."""
     cost_B = torch.zeros(len(batch), dtype=torch.float64)
     if models.cost_model:
         cost_B += batch.of_last((models.cost_reading or AtLast()).read(batch, models.cost_model).response_B)
@@ -143,17 +143,17 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
 
 
 def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> torch.Tensor:
-    """Return the shaped reward of each sequence's episode, [B], from which advantages are computed. Collective.
+    """Return the shaped episode reward for each sequence [B], from which advantages are computed. Collective.
 
-    Rewards of turns, if the batch has them, are scaled by the same factors and become the column
-    `token["turn_shaped"]`. Bounds and length terms apply to the complete episode.
+    Per-turn rewards, if the batch has them, are scaled by the same factors and stored in `token["turn_shaped"]`. Bounds
+    and length terms apply to the complete episode.
 
-    state: `Algorithm.state`; its running moments of the reward are updated.
+    state: `Algorithm.state`, whose running reward moments are updated in place.
     """
     shaping, longest, first_E, unit = cfg.shaping, cfg.rollout.max_new_tokens, batch.firsts, cfg.shaping.reward_coef
-    # Below, B counts episodes; the last line returns the reward for each path of an episode.
+    # From here on, B counts episodes; the last line expands the rewards to one per path.
     reward_B, length_B = batch.seq["reward"][first_E], batch.sampled_per_episode
-    # Length terms count the environment's answers too, because they count towards the limit on an episode.
+    # Length terms include the environment's answers, because these count towards the episode's token limit.
     counted_B = batch.generated_per_episode
     bounds = ((shaping.clip_low, -1), (shaping.clip_high, 1))
     if shaping.clip_low is not None or shaping.clip_high is not None:
@@ -174,7 +174,7 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
     if shaping.length_penalty == "linear":
         reward_B = reward_B + length_penalty_linear(counted_B, longest, shaping.length_coef)
     elif shaping.length_penalty == "group":
-        # The samples of a group may be on several ranks, so the rows of all ranks are gathered.
+        # The samples of a group may be spread over several ranks, so gather the rows of all ranks.
         given = (batch.seq["reward"][first_E], batch.seq["position"][first_E].double())
         rows, mine = gather_rows(batch, first_E, torch.stack([length_B.double(), *given], 1), peers)
         reward_B = (

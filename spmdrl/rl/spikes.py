@@ -25,11 +25,11 @@ from spmdrl.spmd.world import World
 FILE = "spike.json"
 """Name of the file with facts about the step."""
 NAMES = ("step", "model", "share", "updates_done", "on_policy", "algorithm")
-"""Keys that `spike.json` must have, in addition to `norm`, `median` and `files`."""
+"""Keys required in `spike.json`, besides `norm`, `median` and `files`."""
 
 
 class Spikes:
-    """Saves the optimizer steps that the gradient guards of a run's models report, on every rank that trains."""
+    """Saves the optimizer steps that a gradient guard reports as anomalous, on every rank that trains."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Spikes:
         algo: Algorithm,
         warn: Callable[[str], None],
     ):
-        """folder: the run folder. warn: writes a warning to the log."""
+        """folder: the run folder. warn: callback that logs a warning."""
         self.folder, self.world, self.algo, self.warn = folder, world, algo, warn
         self.replays = True
         """True if `spmdrl.tools.replay` supports the run's learning method."""
@@ -50,7 +50,7 @@ class Spikes:
             guard.store = partial(self.keep, name)
 
     def state(self) -> dict[str, dict]:
-        """Return the state of the guards for a resumed run, as JSON values."""
+        """Return the guards' state as JSON values, for checkpoints."""
         return {name: guard.state() for name, guard in self.guards.items()}
 
     def restore(self, state: dict[str, dict]) -> None:
@@ -60,12 +60,12 @@ class Spikes:
                 self.guards[name].restore(facts)
 
     def keep(self, model: str, seen: AnomalousStep) -> str:
-        """Write this rank's part of a step; return text that says how to inspect it. Collective (ranks that train)."""
+        """Write this rank's part of a step; return instructions for inspecting it. Collective (ranks that train)."""
         name = f"step_{self.step:06d}" + (f"_update_{seen.share}" if seen.share else "")
         place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
         holders = self.world.holders[:, 0].tolist()
         if self.world.rank == self.world.roles.trainers[0]:
-            # An earlier run that was stopped may have left files of this step.
+            # An earlier run that was interrupted may have left files of this step.
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
         self._meet()
@@ -74,7 +74,7 @@ class Spikes:
             batch = seen.batch.to(torch.device("cpu"))
             tree = {"lengths": batch.lengths, "token": batch.token, "seq": batch.seq}
             treefile.write(place / rank_file(self.world.rank), tree)
-        # A guard may end the job afterwards, so all ranks must have written their files.
+        # A guard may end the job afterwards, so wait until all ranks have written their files.
         self._meet()
         look = f"python -m spmdrl.tools.replay {place}" if self.replays else f"the batch in {place}"
         if self.world.rank == self.world.roles.trainers[0]:
@@ -102,7 +102,7 @@ class Spikes:
 
 
 def read(place: Path) -> tuple[dict, Batch]:
-    """Return the facts about a saved step, and the sequences of all ranks in the order of samples.
+    """Return the facts about a saved step, and the sequences of all ranks in sample order.
 
     Raises:
         ValueError: the folder does not exist or is incomplete; the message names the missing file or key.
@@ -110,7 +110,7 @@ def read(place: Path) -> tuple[dict, Batch]:
     try:
         facts = json.loads((place / FILE).read_text(encoding="utf-8"))
         if "unmoved" in facts:
-            # Older versions of this program wrote this key as `unmoved`.
+            # Older versions named this key `unmoved`.
             facts["on_policy"] = facts.pop("unmoved")
         files = [str(name) for name in facts["files"]]
         facts |= {name: math.nan if facts[name] is None else float(facts[name]) for name in ("norm", "median")}
@@ -131,10 +131,10 @@ def read(place: Path) -> tuple[dict, Batch]:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file to which a rank writes its sequences."""
+    """Return the name of the file that a rank writes its sequences to."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def plain(value: float) -> float | str | None:
-    """Return a number as a JSON value: null for nan, and text for infinity."""
+    """Convert a number to a JSON value: null for nan, and a string for infinity."""
     return value if math.isfinite(value) else None if math.isnan(value) else str(value)

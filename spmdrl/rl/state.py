@@ -1,13 +1,13 @@
-"""State of a run in addition to its models, for checkpoints: equal on all ranks (RunState) or per rank (RankState).
+"""State of a run besides its models, for checkpoints: equal on all ranks (RunState) or per rank (RankState).
 
-A rank may have groups that were cut short (partial rollouts), experience that was sampled in advance (split placement),
-the batches of a replay buffer, and random number generators. The run computes the seeds of its random draws from data,
-so the generators matter only for a user's loss or reward that draws from them. A rank saves all this as a tree of plain
-values and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks
-differs, `dealt` distributes the saved groups, and the generators' states are not restored.
+Per-rank state consists of groups that were cut short (partial rollouts), experience sampled in advance (split
+placement), replay-buffer batches, and random number generators. The run seeds its own draws from data, so the
+generators matter only if a user-defined loss or reward draws from them. A rank saves all this as a tree of plain values
+and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks has
+changed, `dealt` redistributes the saved groups, and generator states are not restored.
 
-Old checkpoints, in which episodes have no segments, can be read. They contain responses as columns, under `parts` of a
-group and `trajectories` of a step.
+Old checkpoints, whose episodes have no segments, can still be read. They store responses as columns, under `parts` in a
+group and `trajectories` in a step.
 """
 
 from collections import deque
@@ -35,17 +35,17 @@ from spmdrl.spmd.world import World
 
 
 class RunState:
-    """The state that is equal on all ranks: coefficients, gradient guards and the number of prompts drawn.
+    """State that is equal on all ranks: coefficients, gradient guards and the number of drawn prompts.
 
     Implements `session.checkpoints.Kept`.
     """
 
     def __init__(self, algo: Algorithm, spikes: Spikes):
         self.algo, self.spikes = algo, spikes
-        # No step has adapted the coefficients yet, so these are the values from the settings.
+        # No step has adapted the coefficients yet, so these are the configured values.
         self.begun_with = dict(algo.state)
         self.draws = 0
-        """Number of prompts that were drawn for the finished steps."""
+        """Number of prompts drawn for the finished steps."""
 
     def state(self) -> dict[str, Any]:
         """Implements `Kept.state`."""
@@ -66,19 +66,19 @@ class RunState:
 
 @dataclass
 class RankState:
-    """The part of a run's state that differs between ranks. Implements `session.checkpoints.RankKept`."""
+    """Per-rank state of a run. Implements `session.checkpoints.RankKept`."""
 
     cfg: Config
     world: World
     prompts: PromptSet
     sampler: Sampler | None
-    """The sampler whose groups and experience are saved; None on a rank that does not sample."""
+    """The sampler whose groups and experience are saved, or None on ranks that do not sample."""
     replay: ReplayBuffer
     greedy: bool
-    """True if an additional greedy response to every prompt is sampled (`RolloutPlan.greedy`)."""
+    """True if a greedy response to every prompt is also sampled (`RolloutPlan.greedy`)."""
 
     def tree(self) -> dict:
-        """Implements `RankKept.tree`. Later steps do not modify its tensors."""
+        """Implements `RankKept.tree`. Later steps do not modify the returned tensors."""
         world, ahead, buffer = self.world, self.sampler, self.replay.buffer
         samplers = world.roles.samplers
         # All ranks of an engine have the same groups, and only its first rank has the episodes.
@@ -103,10 +103,10 @@ class RankState:
         """Implements `RankKept.restore`.
 
         Args:
-            files: files of all ranks that saved the checkpoint, in the order of ranks; empty if it has none.
+            files: files of all ranks that saved the checkpoint, in rank order; empty if it has none.
 
         Raises:
-            ValueError: a file cannot be read, or belongs to another checkpoint or another step.
+            ValueError: a file cannot be read, or belongs to another checkpoint or step.
         """
         world, held = self.world, self._kinds()
         if not files:
@@ -137,7 +137,7 @@ class RankState:
         return "; ".join(lost)
 
     def _kinds(self) -> list[str]:
-        """Return descriptions of the state that this run has, for messages."""
+        """Return descriptions of the kinds of state that this run has, for messages."""
         rollout = self.cfg.rollout
         held = ["groups that were cut short"] if rollout.partial_steps else []
         held += ["experience that was sampled ahead"] if rollout.staleness else []
@@ -173,8 +173,8 @@ class RankState:
             parts = [experience(tree) for tree in same_step]
             episodes = [e for part in parts for e in part.episodes]
             kept = set(sorted({e.position for e in episodes})[share::shares])
-            # `Run._count` sums bad samples over ranks, so one rank gets them all. `drawn` and metrics were equal on all
-            # ranks.
+            # `Run._count` sums bad samples over ranks, so a single rank gets them all. `drawn` and metrics were equal
+            # on all ranks.
             bad = sum(part.bad_samples for part in parts) if leads and not share else 0
             mine = [e for e in episodes if leads and e.position in kept]
             ready.append(Experience(mine, parts[0].drawn, [], bad, parts[0].stats))
@@ -187,7 +187,7 @@ class RankState:
         numbers, share, shares = dealt(self.world.rank, self.world.size, before)
         entries = [(step, Batch(**tree)) for i in numbers for step, tree in read(i)["replay"]]
         for step, batch in sorted(entries, key=lambda entry: entry[0]):
-            # A batch that was saved without columns of paths has one path per episode.
+            # A batch saved without path columns has one path per episode.
             batch.seq |= batch.identity
             mine = batch
             if shares > 1:
@@ -201,7 +201,7 @@ def _lost(why: str, what: list[str]) -> str:
 
 
 def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
-    """Distribute over `count` ranks the state that `before` ranks saved, so that every item goes to exactly one rank.
+    """Distribute the state saved by `before` ranks over `count` ranks, so that every item goes to exactly one rank.
 
     With the same number of ranks, each rank reads the state that it saved. With fewer ranks, a rank reads the states of
     several; with more ranks, it reads every n-th item of one state.
@@ -214,14 +214,14 @@ def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
 
 
 def fields_of(x: Any) -> dict:
-    """Return the fields of a dataclass by name, without copying values."""
+    """Return a dataclass's fields as a dict, without copying values."""
     return {field.name: getattr(x, field.name) for field in fields(x)}
 
 
 def episode_tree(e: Episode) -> dict:
-    """Return an episode as a tree. The episode must not be part of a running rollout.
+    """Convert an episode to a tree. The episode must not be part of a running rollout.
 
-    Its conversation is under the key `talk`, as JSON values.
+    Its conversation is stored under the key `talk`, as JSON values.
     """
     saved = {"segments": [fields_of(s) for s in e.segments], "conversation": e.conversation and e.conversation.saved()}
     values = fields_of(e) | saved
@@ -229,19 +229,19 @@ def episode_tree(e: Episode) -> dict:
 
 
 def episode(tree: dict) -> Episode:
-    """Return the episode of a tree that `episode_tree` returned."""
+    """Convert a tree from `episode_tree` back to an episode."""
     values: dict[str, Any] = tree | {"segments": [Segment(**s) for s in tree["segments"]]}
     talk = values.pop("talk", None)
     return Episode(**values, conversation=talk and ConversationState.restored(talk))
 
 
 def group_tree(g: PromptGroup) -> dict:
-    """Return a group as a tree, in which the prompt is replaced by its index."""
+    """Convert a group to a tree that stores the prompt by its index."""
     return fields_of(g) | {"prompt": g.prompt.index, "episodes": [episode_tree(e) for e in g.episodes]}
 
 
 def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
-    """Return the group of a tree that `group_tree` returned. prompts: the data set's prompts by index."""
+    """Convert a tree from `group_tree` back to a group. prompts: the data set's prompts by index."""
     prompt, position = prompts[tree["prompt"]], tree["position"]
     if "parts" in tree:
         parts = sorted((int(sample), part) for sample, part in tree["parts"].items())
@@ -252,7 +252,7 @@ def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
 
 
 def experience_tree(done: Experience) -> dict:
-    """Return a step's experience as a tree, without its carried groups; `RankState.tree` saves those of the sampler."""
+    """Convert a step's experience to a tree, without carried groups (`RankState.tree` saves the sampler's)."""
     return {
         "episodes": [episode_tree(e) for e in done.episodes],
         "drawn": done.drawn,
@@ -262,7 +262,7 @@ def experience_tree(done: Experience) -> dict:
 
 
 def experience(tree: dict) -> Experience:
-    """Return the experience of a tree that `experience_tree` returned."""
+    """Convert a tree from `experience_tree` back to the experience."""
     old = [_from_trajectory(t) for t in tree.get("trajectories", ())]
     episodes = old or [episode(e) for e in tree.get("episodes", ())]
     done = Experience(episodes, tree["drawn"], [], tree["bad_samples"])

@@ -1,4 +1,4 @@
-"""Renders the prompts of the teachers of a distillation, and runs teachers in the run's engine."""
+"""Renders prompts for the teachers in distillation, and runs teachers in the engine."""
 
 import sys
 from dataclasses import replace
@@ -21,7 +21,7 @@ from spmdrl.spmd.world import World
 
 
 def room(cfg: DistillationConfig) -> int:
-    """Return the length, in tokens, of the longest sequence that all teachers can read and a micro-batch can hold."""
+    """Return the maximum sequence length, in tokens, that all teachers can read and a micro-batch can hold."""
     trust = cfg.model.trust_remote_code
     paths = [cfg.reference.path, *(each.path for each in cfg.further_teachers().values())]
     return min(*(context_length(resolve(path, trust), trust) for path in paths), cfg.policy.max_tokens_per_microbatch)
@@ -30,16 +30,16 @@ def room(cfg: DistillationConfig) -> int:
 def teacher_prompts(
     cfg: DistillationConfig, tokenizer: Any, chat_template: str, student: PromptSet
 ) -> dict[int, list[int]]:
-    """Return the tokens of the teacher's prompts, by the index of their row.
+    """Return the tokens of the teacher's prompts by row index.
 
     `--distill.teacher-template` renders them if set.
 
-    tokenizer: the teacher's. chat_template: as `--data.chat-template`; if it is empty, the tokenizer's template is
-    used. A tokenizer without a template gets prompts as plain text. student: the student's prompts.
+    tokenizer: the teacher's tokenizer. chat_template: as `--data.chat-template`; empty to use the tokenizer's template.
+    Without a template, prompts are plain text. student: the student's prompts.
 
     Raises:
-        ValueError: the template cannot render a row, the teacher's prompts lack a column that the student's have, or a
-            prompt is too long.
+        ValueError: the template cannot render a row, a column of the student's prompts is missing, or a prompt is too
+            long.
     """
     wanted = {prompt.index for prompt in student.prompts}
     template = cfg.distill.teacher_template
@@ -65,7 +65,7 @@ def teacher_prompts(
 
 
 class EngineTeachers:
-    """Teachers in this rank's engine. After a step is sampled, their weights temporarily replace the student's."""
+    """Teachers that run in this rank's engine. After sampling, their weights temporarily replace the student's."""
 
     def __init__(self, run: Run):
         """Open the teachers' folders.
@@ -76,16 +76,16 @@ class EngineTeachers:
         cfg = cast(DistillationConfig, run.cfg)
         self.run, self.temperature = run, cfg.rollout.temperature
         advice = "a teacher in the engine needs the student's architecture; leave --distill.on-engine out for others"
-        # The frozen judges have the weight versions -2, -3 and so on; the teachers get the next lower numbers.
+        # Frozen judges have weight versions -2, -3 and so on; the teachers get the next lower numbers.
         self.models = EngineModels(cfg, -2 - len(frozen_judges(cfg)), advice)
         for name, path in cfg.engine_teachers().items():
             self.models.open(name, path, "--reference.path" if name == "reference" else "--distill.more-teachers")
         self.models.check_policy(run.models.policy)
 
     def read(self, batch: Batch, reader: TargetReader, shares: dict[str, torch.Tensor]) -> None:
-        """Add the columns of all teachers to a batch that this rank has sampled. Collective over the engine.
+        """Add the columns of all teachers to a batch that this rank sampled. Collective over the engine.
 
-        shares: weight of each teacher in each sequence. A teacher does not read sequences in which its weight is 0.
+        shares: weight of each teacher for each sequence. A teacher skips sequences for which its weight is 0.
         """
         world, memory = self.run.world, self.run.memory
         engine = cast(ReadingEngine, memory.engine)
@@ -105,7 +105,7 @@ class EngineTeachers:
 
 
 def _requests(batch: Batch, read_B: torch.Tensor) -> list[ScoreRequest]:
-    """Return scoring requests for the chosen sequences, whose last tokens are the trained ones."""
+    """Return scoring requests for the selected sequences, in which the trained tokens come last."""
     lengths, out = batch.lengths.tolist(), []
     rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), read_B.tolist(), strict=True)
     for tokens_L, mask_L, wanted in rows:
@@ -117,7 +117,7 @@ def _requests(batch: Batch, read_B: torch.Tensor) -> list[ScoreRequest]:
 
 
 def _share(requests: list[ScoreRequest], world: World) -> list[ScoreRequest]:
-    """Return the requests of the engine's first rank; its other ranks have no samples. Collective over the engine."""
+    """Broadcast the requests of the engine's first rank, which has all samples. Collective over the engine."""
     sizes_N2 = torch.tensor([[len(each.tokens), each.count] for each in requests], dtype=torch.int64).view(-1, 2)
     tokens_T = torch.tensor([token for each in requests for token in each.tokens], dtype=torch.int64)
     sizes_N2, tokens_T = (broadcast_rows(rows, world.engine_group, world.device) for rows in (sizes_N2, tokens_T))

@@ -1,5 +1,5 @@
-"""Tool calls: the format in which the policy writes them, a check that the chat template shows tools and format, and a
-reader of the calls in an episode's turns.
+"""Tool calls: determines the policy's call format, checks that the chat template renders tools and format, and parses
+the calls in an episode's turns.
 
 `CallReader` reads calls for samples.jsonl without the tools' schemas. In formats that write arguments as plain text
 (`qwen3_coder`, `glm`) it therefore returns arguments that are not JSON as text.
@@ -21,23 +21,23 @@ from spmdrl.env.calls import FORMATS, Call, format_of, parse
 from spmdrl.hub.resolve import resolve
 
 Calls = list[dict[str, Any]]
-"""Calls of a turn, each with `name` and `arguments`, or with `name` and `error` if the arguments cannot be parsed."""
+"""Tool calls of a turn, each with `name` and `arguments`, or `name` and `error` if the arguments cannot be parsed."""
 
 
 @dataclass(frozen=True)
 class CallReader:
-    """Reads the tool calls in the turns of an episode."""
+    """Parses the tool calls in the turns of an episode."""
 
     conversation: Conversation
     format: str
-    """Format in which the policy writes calls, one of the names in `env.calls.FORMATS`."""
+    """Tool-call format of the policy, one of the names in `env.calls.FORMATS`."""
     ends: Collection[int]
     """Tokens that end a turn."""
     turn_tokens: int
-    """Maximum number of tokens of a turn, at which the turn is sent to the environment unfinished; 0: no limit."""
+    """Maximum tokens per turn, or 0 for no limit. A turn that reaches it is sent to the environment unfinished."""
 
     def of(self, episode: Episode) -> dict[int, Calls]:
-        """Return the calls of each turn that has calls, by the index of the last sampled segment of the turn."""
+        """Return the calls of each turn that has any, by the index of the turn's last sampled segment."""
         places: dict[int, list[int]] = {}
         for i, s in enumerate(episode.segments):
             if s.sampled:
@@ -47,7 +47,7 @@ class CallReader:
             made = [token for i in indices for token in episode.segments[i].tokens.tolist()]
             ended = bool(made) and made[-1] in self.ends
             whole = ended or (self.turn_tokens and len(made) >= self.turn_tokens)
-            # The environment did not receive a turn that was cut off by the limit of the episode.
+            # A turn that was cut off by the episode's token limit was never sent to the environment.
             if turn < episode.turns - 1 or episode.finish != "length" or whole:
                 calls = parse(self.conversation.text_of(made, ended), self.format)[1]
                 if calls:
@@ -60,7 +60,7 @@ def _row(call: Call) -> dict[str, Any]:
 
 
 def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
-    """Return the reader of calls in a run's episodes; None without an environment. Raises the errors of `form_of`."""
+    """Return a run's tool-call reader, or None without an environment. Raises the errors of `form_of`."""
     if not cfg.env:
         return None
     found, conversation = conversation_of(cfg, tokenizer)
@@ -70,7 +70,7 @@ def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
 
 
 def conversation_of(cfg: Config, tokenizer: Any) -> tuple[EnvironmentConfig, Conversation]:
-    """Return the settings of a run's environment, and the renderer of its conversations.
+    """Return the environment settings of a run, and the renderer for its conversations.
 
     Raises:
         ValueError: a setting of the environment or the chat template is invalid.
@@ -81,7 +81,7 @@ def conversation_of(cfg: Config, tokenizer: Any) -> tuple[EnvironmentConfig, Con
 
 
 def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
-    """Return the format of calls that the user named, or else the chat template's; `none` if the template has none.
+    """Return the tool-call format that the user set, or else the chat template's; `none` if the template has none.
 
     Raises:
         ValueError: the format is unknown.
@@ -93,9 +93,9 @@ def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
 
 
 def unfit(found: EnvironmentConfig, conversation: Conversation, form: str, tools: Collection) -> str:
-    """Return the reason for which the policy cannot use an environment's tools; empty if it can.
+    """Return the reason why the policy cannot use an environment's tools; empty if it can.
 
-    If the user named the format, the template need not show the tools, because the policy may have learnt to call them.
+    If the user set the format, the template need not render the tools, because the policy may have learnt to call them.
 
     form: as returned by `form_of`.
     """

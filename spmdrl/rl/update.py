@@ -1,4 +1,4 @@
-"""Updates every model that learns from a scored batch, then adapts the coefficients of their losses."""
+"""Updates all trained models on a scored batch, then adapts the loss coefficients."""
 
 from spmdrl.algos.kl import adaptive_coef
 from spmdrl.algos.value import dual_step
@@ -13,9 +13,9 @@ from spmdrl.tracking.metrics import Metrics
 
 
 def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int, peers: Peers) -> Metrics:
-    """Update every model that learns, then the reference if that is due. Collective over the ranks that train.
+    """Update all trained models, then the reference if it is due. Collective over the ranks that train.
 
-    In the first `--critic.warmup-steps` steps a run with a critic does not update the policy.
+    With a critic, the policy is not updated during the first `--critic.warmup-steps` steps.
 
     step: counted from 0. peers: the data positions, over which losses and metrics are summed.
     """
@@ -39,19 +39,19 @@ def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int
 
 
 def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -> None:
-    """Move the reference towards the policy if that is due after a step. Collective over the ranks that train.
+    """Move the reference towards the policy if an update is due after `step`. Collective over the ranks that train.
 
-    every: number of steps between two moves; 0: never. step: counted from 0. mix: weight of the policy in the new
-    reference; 1 copies the policy.
+    every: interval in steps, or 0 for never. step: 0-based. mix: weight of the policy in the new reference; 1 copies
+    the policy.
     """
     if models.reference is not None and every and (step + 1) % every == 0:
         models.reference.take_over(models.policy, mix)
 
 
 def adapt_coefficients(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
-    """Adapt the KL coefficient (`--algo.kl-target`) and the Lagrange multiplier of a run with costs.
+    """Adapt the KL coefficient (`--algo.kl-target`) and, in runs with costs, the Lagrange multiplier.
 
-    values: metrics of all ranks. samples: number of samples of the step.
+    values: metrics reduced over all ranks. samples: number of samples in the step.
     """
     if cfg.algo.kl_target is not None and "kl/mean" in values:
         algo.state["kl_coef"] = adaptive_coef(
