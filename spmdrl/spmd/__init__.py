@@ -10,11 +10,11 @@ exchange.py    exchanges ragged tensors by one all_to_all; small collectives
 balance.py     gives every rank equal work (Karmarkar-Karp)
 queue.py       hands out prompts to engines
 seeds.py       random numbers keyed by data
-generators.py  states of the random number generators
-lockstep.py    debug mode: names the lines at which ranks run different collectives
-agreement.py   checks once a step that ranks ran equally many collectives and have equal values
+generators.py  saves and restores random number generator states
+lockstep.py    debug mode: reports the source lines where ranks run different collectives
+agreement.py   checks once a step that all ranks ran the same number of collectives and hold equal values
 gloo.py        all-gather and reduce-scatter on gloo by direct sends
 checksum.py    checksums of tensors
-copies.py      copies tensors to and from a device without letting it run out of work
+copies.py      copies tensors to and from a device without stalling it
 storage.py     moves tensors off their device and back
 """

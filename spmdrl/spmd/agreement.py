@@ -1,9 +1,9 @@
-"""Compares, once a step, how many collectives ranks ran in each group, and values that must be equal on all ranks.
+"""Checks once a step that all ranks ran the same number of collectives and hold equal values.
 
-A difference means that a rank broke law 1 (CONTRIBUTING.md). The comparison is one all-reduce of a few integers over a
-separate group, so that a differing collective in another group does not disturb it. The error names groups, ranks and
-counts; the flight record (`health/flight_record.py`) has the source lines. The same all-reduce informs all ranks if one
-of them has received a request to leave.
+A mismatch means that a rank broke law 1 (CONTRIBUTING.md). Ranks compare by all-reducing a few integers over a separate
+process group, so that a mismatched collective in another group cannot interfere. The error lists groups, ranks and
+counts; the flight record (`health/flight_record.py`) has the source lines. The same all-reduce tells all ranks whether
+one of them has been asked to leave.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ NEVER = -(1 << 62)
 
 
 def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of a world that contain this rank and others, keyed by name and ranks."""
+    """Return the process groups of a world that contain this rank and at least one other, keyed by name and ranks."""
     groups = [world.group, world.host_group, world.rollout_group, world.training_group, world.role_group]
     groups.append(world.data_group)
     for mesh in (world.mesh, world.shard_mesh, world.rollout_mesh):
@@ -38,7 +38,7 @@ def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
 
 
 def rank_ranges(ranks: list[int], most: int = 8) -> str:
-    """Return ascending ranks as text such as `0-7, 9`: at most `most` ranges, then the number of further ranks."""
+    """Format ascending ranks as text such as `0-7, 9`: at most `most` ranges, then the number of remaining ranks."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:
@@ -57,13 +57,13 @@ def value_hash(value: object) -> int:
 
 
 class Agreement:
-    """Checks once a step that ranks ran equally many collectives in each group, and that shared values are equal.
+    """Checks once a step that all ranks ran the same number of collectives per group and hold equal shared values.
 
-    Creating it is collective: every rank does so after all groups exist.
+    Construction is collective: every rank must construct it, after all process groups exist.
     """
 
     def __init__(self, world: World, timeout: float):
-        """Create a group for the comparison. timeout: maximum number of seconds that a rank waits for another rank."""
+        """Create a process group for the comparison. timeout: maximum seconds that a rank waits for another rank."""
         self.world, self.own = world, world.host_group
         self.groups = groups_of(world)
         self.names = gather_names(self.groups, world.host_group)
@@ -73,15 +73,15 @@ class Agreement:
             self.own = own
 
     def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
-        """Compare the ranks; return True if any rank has received a request to leave. Collective.
+        """Compare the ranks; return True if any rank has been asked to leave. Collective.
 
-        values: JSON-serialisable, under the same names on every rank; values of one name must be equal. leave: True if
-        this rank has received a request to leave. Raises LockstepError, which names the differences, on every rank.
+        values: name -> JSON-serialisable value that must be equal on all ranks; every rank passes the same names.
+        leave: True if this rank has been asked to leave. Raises LockstepError on every rank if ranks differ; the
+        message lists the differences.
         """
         counts = {name: collectives_of(group) for name, group in self.groups.items()}
         facts = [value_hash(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]
-        # The maximum of a fact over the ranks is its largest value; the maximum of its negative is its smallest value,
-        # negated.
+        # One max-reduction yields both extremes of each fact: the minimum is the negated maximum of the negated fact.
         least = [-fact if fact != NEVER else NEVER for fact in facts]
         row = torch.tensor([int(leave), *facts, *least])
         all_reduce(row, "max", self.own if self.world.size > 1 else None)

@@ -1,4 +1,4 @@
-"""Divides work evenly over ranks: Karmarkar-Karp number partitioning, with nearly equal numbers of items if possible.
+"""Balances work across ranks by Karmarkar-Karp number partitioning, with nearly equal item counts if possible.
 
 Source: N. Karmarkar, R. Karp, The differencing method of set partitioning, 1982 (multiway form: largest differencing).
 """
@@ -8,19 +8,19 @@ import heapq
 import torch
 
 CHEAPEST, FEW = 4, 32
-"""`with_swaps` swaps items with one of the CHEAPEST parts of least sum, if parts have at most FEW items on average."""
+"""`with_swaps` swaps items with the CHEAPEST lowest-cost parts, and only if parts have at most FEW items on average."""
 
 
 def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
-    """Split item indices into `parts` lists whose cost sums are close.
+    """Partition item indices into `parts` lists with nearly equal total costs.
 
-    The numbers of items differ by at most one, unless that leaves the largest sum more than 1% above the mean and
-    another split is more even. Deterministic: ties are broken by position. Complexity O(n log n * parts).
+    Item counts differ by at most one, unless that leaves the maximum total cost more than 1% above the mean and another
+    partition is more even. Deterministic: ties are broken by position. Complexity: O(n log n * parts).
     """
     if parts == 1:
         return [list(range(len(costs)))]
-    # Items of similar cost start as one partial solution with one item in each part, so the numbers of items differ by
-    # at most one and the heap holds n / parts entries instead of n. An entry's key is its spread, largest first.
+    # Items of similar cost start as one partial solution with one item in each part, so item counts differ by at most
+    # one and the heap holds n / parts entries instead of n. Entries are keyed by their spread, largest first.
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for ticket, start in enumerate(range(0, len(order), parts)):
@@ -42,7 +42,8 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
     even = with_swaps([items for _, items in heap[0][2]], costs)
     if largest(even, costs) * parts * 100 > sum(costs) * 101:
         # If parts have few items and some items are very long, a part with such an item must take fewer others. For
-        # DAPO's 8,192 sequences on 1,024 ranks this reduces the largest sum from 1.10 to at most 1.01 times the mean.
+        # DAPO's 8,192 sequences on 1,024 ranks this reduces the maximum total cost from 1.10 to at most 1.01 times the
+        # mean.
         free = with_swaps([items for _, items in longest_first(costs, parts)], costs)
         if largest(free, costs) < largest(even, costs):
             even = free
@@ -50,18 +51,18 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
 
 
 def largest(parts: list[list[int]], costs: list[int]) -> int:
-    """Return the largest cost sum of a part; 0 without parts."""
+    """Return the maximum total cost over all parts, or 0 if there are none."""
     return max((sum(costs[i] for i in part) for part in parts), default=0)
 
 
 def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
-    """Return parts with more even sums, after swaps of an item of the costliest part for an item of a cheap one.
+    """Even out the total costs by swapping items of the costliest part for items of cheap parts; return the new parts.
 
-    Each part keeps its number of items. Parts with more than FEW items on average are returned as they are.
+    Each part keeps its item count. If parts have more than FEW items on average, they are returned unchanged.
 
-    Karmarkar-Karp is uneven if parts have few items: for 256 SFT samples on 32 ranks the largest sum is 1.024 times the
-    mean, and 1.001 times after swaps. Swaps end when the largest sum is within 0.1% of the mean, when no swap reduces
-    it, or after two swaps per part.
+    Karmarkar-Karp is uneven if parts have few items: for 256 SFT samples on 32 ranks the maximum total cost is 1.024
+    times the mean, and 1.001 times after swapping. Swapping stops when the maximum is within 0.1% of the mean, when no
+    swap reduces it, or after two swaps per part.
     """
     if len(costs) > FEW * len(parts):
         return parts
@@ -75,7 +76,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
             gap = sums[top] - sums[part]
             for a in parts[top]:
                 for b in parts[part]:
-                    # The best swap moves half of the gap; one that moves the whole gap gains nothing.
+                    # The best swap moves half of the gap; moving the whole gap gains nothing.
                     left = abs(gap - 2 * (costs[a] - costs[b]))
                     if left < gap and (best is None or left < best[0]):
                         best = left, part, a, b
@@ -91,7 +92,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
 
 
 def longest_first(costs: list[int], parts: int) -> list[tuple[int, list[int]]]:
-    """Assign items, costliest first, to the part with the smallest sum (Graham, 1969); return (sum, items) per part."""
+    """Assign items, costliest first, to the cheapest part so far (Graham, 1969); return (cost, items) per part."""
     bins = [(0, part) for part in range(parts)]
     members: list[list[int]] = [[] for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -106,7 +107,7 @@ def assign_groups(
 ) -> torch.Tensor:
     """Assign like `assign_balanced`, but count `common_N` (int64 [N]) once for all items of a group on one rank.
 
-    Either groups stay together, or items are assigned one by one, whichever gives the busiest rank less work.
+    Groups either stay together or are assigned item by item, whichever gives the busiest rank less work.
     """
     alone = assign_balanced(costs_N, share_N, ranks)
     together = assign_units(costs_N, share_N, group_N, common_N, ranks)
@@ -114,7 +115,7 @@ def assign_groups(
 
 
 def _busiest(rank_N, costs_N, share_N, group_N, common_N, ranks: int) -> int:
-    """Return the sum over shares of the busiest rank's work; a rank does the common part of a group's work once."""
+    """Sum the busiest rank's work over all shares; a rank counts the common work of a group once."""
     pairs, place_N = torch.unique(torch.stack([share_N * ranks + rank_N, group_N], 1), dim=0, return_inverse=True)
     common = torch.zeros(len(pairs), dtype=torch.int64).scatter_reduce_(0, place_N, common_N, "amax")
     slots = (int(share_N.max()) + 1) * ranks if len(share_N) else 0
@@ -124,7 +125,7 @@ def _busiest(rank_N, costs_N, share_N, group_N, common_N, ranks: int) -> int:
 
 
 def assign_balanced(costs_N: torch.Tensor, share_N: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return the rank of each item, int64 [N], so that each share (optimizer step) by itself is balanced over ranks.
+    """Assign items to ranks, int64 [N], so that each share (optimizer step) is balanced separately across ranks.
 
     costs_N: int64 [N], tokens or another estimate of work. share_N: int64 [N], the optimizer step that uses the item.
     """
@@ -139,9 +140,9 @@ def assign_balanced(costs_N: torch.Tensor, share_N: torch.Tensor, ranks: int) ->
 def assign_units(
     costs_N: torch.Tensor, share_N: torch.Tensor, unit_N: torch.Tensor, common_N: torch.Tensor, ranks: int
 ) -> torch.Tensor:
-    """Assign like `assign_balanced`, but keep items of a share that have the same `unit_N` (int64 [N]) on one rank.
+    """Assign like `assign_balanced`, but keep items of a share with the same `unit_N` (int64 [N]) on one rank.
 
-    common_N: int64 [N], the part of an item's cost that counts only once for all items of a unit.
+    common_N: int64 [N], the part of an item's cost that is counted once per unit.
     """
     pairs, unit_N = torch.unique(torch.stack([share_N, unit_N], 1), dim=0, return_inverse=True)
     own = torch.zeros(len(pairs), dtype=torch.int64).index_add_(0, unit_N, costs_N - common_N)

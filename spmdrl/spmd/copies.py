@@ -1,7 +1,7 @@
-"""Copies tensors between host memory and a rank's device, without letting the device run out of work.
+"""Copies tensors between host memory and a rank's device without stalling the device.
 
-A plain copy from host memory to a GPU makes the host wait until the GPU has done all earlier work, so that the GPU has
-nothing to do while the host launches what follows. A copy from pinned memory is only added to the GPU's queue.
+A copy from pageable host memory blocks the host until the GPU has finished all earlier work, so the GPU then idles
+while the host launches the next kernels. A copy from pinned memory is only enqueued.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,17 +14,17 @@ Value = TypeVar("Value")
 
 
 def to_device(value: Value, device: torch.device) -> Value:
-    """Copy the host tensors in a value to a device without waiting for it; on a CPU, return the same tensors.
+    """Copy the host tensors in a value to a device asynchronously; for a CPU device, return the same tensors.
 
-    value: a tensor, or a nested dataclass, dict, list or tuple that contains tensors; other contents stay unchanged.
+    value: a tensor, or a nested dataclass, dict, list or tuple that contains tensors; anything else is passed through.
     """
     copies: dict[int, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        # A tensor that occurs twice in the value is copied once.
+        # A tensor that occurs twice in the value is copied only once.
         if id(tensor) not in copies:
             pins = device.type == "cuda" and tensor.device.type == "cpu"
-            # The allocator of pinned memory uses the buffer again only after the copy.
+            # The pinned-memory allocator does not reuse the buffer before the copy is complete.
             copies[id(tensor)] = tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
         return copies[id(tensor)]
 
@@ -32,10 +32,10 @@ def to_device(value: Value, device: torch.device) -> Value:
 
 
 def on_host(results: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield a copy of each tuple in host memory; the next tuple is requested first, so that the device has work."""
+    """Yield a host copy of each tuple, after requesting the next tuple to keep the device busy."""
     waiting: tuple[tuple[torch.Tensor, ...], Any] | None = None
     for tensors in results:
-        # Without the wait for the event, these copies could be read before they are complete.
+        # Without waiting for the event, these copies could be read before they are complete.
         copies = tuple(x.to("cpu", non_blocking=True) for x in tensors)
         event = torch.cuda.Event() if any(x.device.type == "cuda" for x in tensors) else None
         if event is not None:
@@ -54,7 +54,7 @@ def _arrived(copies: tuple[torch.Tensor, ...], event: Any) -> tuple[torch.Tensor
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a value in which each tensor is replaced by the result of `change`."""
+    """Return a copy of a value with `change` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if is_dataclass(value) and not isinstance(value, type):

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 STANDS_FOR: dict[str, str] = {"meta": "cuda"}
-"""Device type without memory -> the type that it represents: a plan (`plan/`) computes on torch's meta device."""
+"""Device type without memory -> the device type it stands for: a plan (`plan/`) computes on torch's meta device."""
 
 
 def kind_of(device: torch.device) -> str:
-    """Return the kind of a rank's device, `cpu` or `cuda`; a plan's device counts as the type that it represents."""
+    """Return the kind of a rank's device, `cpu` or `cuda`; a plan's meta device counts as the device it stands for."""
     return STANDS_FOR.get(device.type, device.type)
 
 
@@ -35,7 +35,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def without_gpu() -> str:
-    """Return text that explains why torch may find no GPU; empty for a torch build without GPU support."""
+    """Return a hint why torch might find no GPU, or an empty string for a torch build without GPU support."""
     if torch.version.cuda is None and torch.version.hip is None:
         return ""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -49,8 +49,7 @@ def without_gpu() -> str:
 def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
     """Check that this rank's device is of the same kind as rank 0's.
 
-    Raises ValueError if it is not, because a process group with CPU and GPU ranks would never finish a
-    collective.
+    Raises ValueError if it is not, because collectives of a process group with both CPU and GPU ranks would hang.
     """
     # All ranks share one key, which rank 0 writes and the others wait for.
     if rank == 0:

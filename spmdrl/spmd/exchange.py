@@ -1,7 +1,7 @@
-"""Exchanges named ragged tensors between ranks by one all_to_all, with a plan that every rank computes by itself.
+"""Exchanges named ragged tensors between ranks in one all_to_all, by a plan that every rank computes locally.
 
-A `Table` holds n items. Each named column holds any number of rows for every item, end to end. The module is
-independent of episodes, which `data/` defines. Tensors are sent as bytes and never pickled (law 4, CONTRIBUTING.md).
+A `Table` holds n items. Each named column holds any number of rows per item, concatenated. This module knows nothing
+about episodes, which `data/` defines. Tensors are sent as bytes and never pickled (law 4, CONTRIBUTING.md).
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class Table:
     """n items with named ragged columns.
 
     keys_nK: int64 [n, K], the keys by which `exchange` sorts items.
-    lengths: column -> number of rows of each item, int64 [n]. values: column -> rows of all items, [sum(lengths), ...].
+    lengths: column -> number of rows per item, int64 [n]. values: column -> rows of all items, [sum(lengths), ...].
     """
 
     keys_nK: torch.Tensor
@@ -35,9 +35,9 @@ def _group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Gather the rows of every rank r of the group as a list of [n_r, K]; numbers of rows may differ. Collective.
+    """Gather rows from every rank r of the group into a list of [n_r, K]; row counts may differ. Collective.
 
-    group: None for a job of one rank, which does not communicate.
+    group: process group, or None for a single-rank job, which does not communicate.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]
@@ -49,7 +49,7 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
 
 
 def all_gather_alike(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Gather rows from every rank of the group, equally many from each: [ranks, n, K]. Collective."""
+    """Gather the same number of rows from every rank of the group: [ranks, n, K]. Collective."""
     if group is None or dist.get_world_size(group) == 1:
         return rows_nK[None]
     world = dist.get_world_size(group)
@@ -59,10 +59,10 @@ def all_gather_alike(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Gather like `all_gather_rows`, but without padding, for the case that few ranks have many rows. Collective.
+    """Gather like `all_gather_rows`, but without padding, for when a few ranks have many rows. Collective.
 
-    Each rank first receives an equal share of all rows, then all shares are gathered, so no rank holds more than all
-    rows once. counts: the number of rows of every rank.
+    Rows are first split evenly across ranks and then all-gathered, so no rank holds more than one copy of all rows.
+    counts: number of rows on each rank.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]
@@ -71,7 +71,7 @@ def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.Proc
     begins = [0, *accumulate(counts)]
 
     def common(rank: int, holder: int) -> int:
-        """Return the number of rows that `rank` sends to the share of rank `holder`."""
+        """Return the number of rows that `rank` contributes to the share of rank `holder`."""
         first, last = begins[rank], begins[rank] + counts[rank]
         return max(0, min(last, (holder + 1) * share) - max(first, holder * share))
 
@@ -82,10 +82,10 @@ def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.Proc
 
 
 def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], list[int]]:
-    """Gather the distinct row sets of all ranks on the host; return them and the index of each rank's set. Collective.
+    """Gather the distinct row sets of all ranks on the host; return them and each rank's index into them. Collective.
 
-    Among ranks with equal rows only the first sends them, so a thousand replicas need the memory of one. If all ranks
-    have equal rows, each sends only 16 bytes.
+    Only the first of several ranks with equal rows sends them, so a thousand replicas take the memory of one. If all
+    ranks have equal rows, each sends only 16 bytes.
     """
     facts = torch.tensor([[int(digest(rows_nK)), len(rows_nK)]])
     marks = [(mark, n) for mark, n in all_gather_alike(facts, group)[:, 0].tolist()]
@@ -103,7 +103,7 @@ def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) 
 
 
 def _bytes_of(text: str) -> torch.Tensor:
-    """Return a text as uint8 [n, 1]; a space for an empty text."""
+    """Encode a string as uint8 [n, 1]; an empty string becomes a space."""
     return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)[:, None]
 
 
@@ -112,9 +112,9 @@ def _text_of(raw: torch.Tensor) -> str:
 
 
 def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Gather one text from every rank, as bytes over a host-side group, without white space at its ends. Collective.
+    """Gather one string from every rank over a host-side group, stripped of surrounding whitespace. Collective.
 
-    A text that several ranks share is sent once, in addition to 16 bytes from each rank.
+    A string that several ranks share is sent only once, plus 16 bytes from each rank.
     """
     parts, of = all_gather_distinct(_bytes_of(text), group)
     texts = [_text_of(part) for part in parts]
@@ -122,10 +122,10 @@ def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
 
 
 def broadcast_text(text: str, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> str:
-    """Broadcast the text of the first rank of a group, without white space at its ends. Collective.
+    """Broadcast a string from the first rank of a group, stripped of surrounding whitespace. Collective.
 
-    Texts of other ranks are ignored.
-    device: device of the group's collectives; a host-side group takes the CPU.
+    The strings of other ranks are ignored.
+    device: device of the group's collectives; "cpu" for a host-side group.
     """
     if group is None or dist.get_world_size(group) == 1:
         return text.strip()
@@ -135,10 +135,10 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None, device: torch.dev
 def broadcast_rows(
     rows_nK: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Broadcast any number of rows [n, ...] of the first rank of a group; return them on the CPU. Collective.
+    """Broadcast any number of rows [n, ...] from the first rank of a group; return them on the CPU. Collective.
 
-    The type and the shape of a row are equal on all ranks. device: device of the group's collectives; a host-side
-    group takes the CPU.
+    The dtype and row shape must be equal on all ranks. device: device of the group's collectives; "cpu" for a host-side
+    group.
     """
     if group is None or dist.get_world_size(group) == 1:
         return rows_nK.cpu()
@@ -167,7 +167,7 @@ def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> tor
 
 
 def lexsort(keys_nK: torch.Tensor) -> torch.Tensor:
-    """Return the order that sorts rows by their first column, then by the second, and so on: int64 [n]."""
+    """Return the indices that sort rows lexicographically, first column first: int64 [n]."""
     order = torch.arange(len(keys_nK))
     for column in reversed(range(keys_nK.shape[1])):
         order = order[torch.argsort(keys_nK[order, column], stable=True)]
@@ -179,7 +179,7 @@ def _row_bytes(values: torch.Tensor) -> int:
 
 
 def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the positions of the rows that belong to the items `order`, counted over the rows of all items."""
+    """Return the row indices of the items `order`, into the rows of all items."""
     starts = torch.cumsum(lengths_n, 0) - lengths_n
     picked = lengths_n[order]
     offsets = torch.arange(int(picked.sum())) - torch.repeat_interleave(torch.cumsum(picked, 0) - picked, picked)
@@ -187,8 +187,8 @@ def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def select(table: Table, order: torch.Tensor) -> Table:
-    """Return the items of a table with the indices `order` (int64 [m]), in the order of these indices."""
-    # Columns may share a tensor of lengths, as those of a batch do; the positions of their rows are computed once.
+    """Return the table's items at the indices `order` (int64 [m]), in that order."""
+    # Columns can share a lengths tensor, as those of a batch do; their row indices are computed only once.
     distinct = {id(lengths): lengths for lengths in table.lengths.values()}
     picked = {key: (lengths[order], _places(lengths, order)) for key, lengths in distinct.items()}
     of = {name: picked[id(lengths)] for name, lengths in table.lengths.items()}
@@ -208,16 +208,16 @@ def redistribute(
 ) -> Table:
     """Send each item to its destination; return the received items, sorted by key. Collective.
 
-    table: this rank's items, on the host. everyone: for each rank, int64 [n_r, K + C]: the keys of its items, then
-    their lengths in each column, in `table.values` order. destinations: for each rank, int64 [n_r]: the group ranks
-    that receive its items. group: None for a world of one. device: device of the group's collectives.
+    table: this rank's items, on the host. everyone: per rank, int64 [n_r, K + C]: its items' keys, followed by their
+    lengths in each column, in `table.values` order. destinations: per rank, int64 [n_r]: the group ranks that receive
+    its items. group: process group, or None for a single-rank job. device: device of the group's collectives.
     """
     world, me = len(everyone), _group_rank(group)
     if world == 1:
         return select(table, lexsort(table.keys_nK))
     names, n_keys = list(table.values), table.keys_nK.shape[1]
     widths = [_row_bytes(table.values[name]) for name in names]
-    # The loop visits only ranks that receive an item from this rank: most of a large job's ranks receive none.
+    # Visit only ranks that receive items from this rank; in a large job most receive none.
     send_sizes, send = [0] * world, [torch.empty(0, dtype=torch.uint8)]
     for rank in torch.unique(destinations[me]).tolist():
         part = select(table, torch.nonzero(destinations[me] == rank).flatten())
@@ -236,11 +236,11 @@ def redistribute(
 
 
 def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: list[int], like: Table) -> Table:
-    """Return the received bytes as one table.
+    """Unpack the received bytes into one table.
 
-    inbox: uint8, the bytes of all senders in rank order, each sender's columns end to end. rows: int64 [n, K + C], keys
-    and lengths of the received items, in the same order. of: int64 [n], the sender of each item. widths: bytes of one
-    entry of each column. like: a table with the same columns.
+    inbox: uint8, the bytes from all senders in rank order, with each sender's columns concatenated. rows: int64
+    [n, K + C], keys and lengths of the received items, in the same order. of: int64 [n], the sender of each item.
+    widths: bytes per row of each column. like: a table with the same columns.
     """
     names, n_keys = list(like.values), like.keys_nK.shape[1]
     parts = {name: [like.values[name][:0]] for name in names}
@@ -249,7 +249,7 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
         for column, name in enumerate(names):
             ref = like.values[name]
             size = int(mine[:, n_keys + column].sum()) * widths[column]
-            # A view as a wider type needs aligned bytes, which the copy has.
+            # Viewing bytes as a wider dtype needs an aligned start, which the copy has.
             parts[name].append(inbox[at : at + size].clone().view(ref.dtype).view(-1, *ref.shape[1:]))
             at += size
     lengths = {name: rows[:, n_keys + column] for column, name in enumerate(names)}
@@ -259,11 +259,11 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
 def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Table, torch.Tensor]:
     """Move every item to the rank that `assign` returns for it. Collective.
 
-    table: this rank's items; columns in the same order on every rank. assign: rows of all ranks [N, K + C], sorted by
-    key -> int64 [N] group rank; every rank calls it with the same rows, so the plan needs no broadcast. group: None for
-    a world of one. device: device of the group's collectives.
+    table: this rank's items, with columns in the same order on every rank. assign: function from the rows of all ranks
+    [N, K + C], sorted by key, to group ranks, int64 [N]; every rank calls it with the same rows, so the plan needs no
+    broadcast. group: process group, or None for a single-rank job. device: device of the group's collectives.
 
-    Returns this rank's items, and the rows [N, K + C] of all ranks, both sorted by key.
+    Returns the items that this rank received and the rows [N, K + C] of all ranks, both sorted by key.
     """
     columns = [table.lengths[name][:, None] for name in table.values]
     parts = all_gather_rows(torch.cat([table.keys_nK, *columns], 1).to(device), group)

@@ -1,7 +1,7 @@
-"""States of the process's random number generators: those of Python, NumPy, torch, and the device if it is a GPU.
+"""Saves and restores the random number generators of Python, NumPy, torch and, on a GPU, the device.
 
-Checkpoints contain them, because a user's function may draw from them. Code that seeds them, such as the start of
-vLLM, runs inside `unchanged_generators`, so that a run draws the same numbers with any engine.
+Checkpoints contain the states, because user functions might draw random numbers. Code that reseeds the generators, such
+as vLLM's startup, runs inside `unchanged_generators`, so that a run draws the same numbers with any engine.
 """
 
 import random
@@ -13,7 +13,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict:
-    """Return the states of all generators, as values that a checkpoint can hold."""
+    """Return the states of all generators in a form that a checkpoint can store."""
     version, words, rest = random.getstate()
     name, keys, *numbers = numpy.random.get_state(legacy=True)
     states = {
@@ -27,7 +27,7 @@ def generator_states(device: torch.device) -> dict:
 
 
 def set_generator_states(states: dict, device: torch.device) -> None:
-    """Restore a result of `generator_states`. The state of a GPU's generator is restored only on a GPU."""
+    """Restore states returned by `generator_states`. The GPU generator's state is restored only on a GPU."""
     version, words, rest = states["python"]
     random.setstate((version, tuple(words.tolist()), rest))
     name, keys, *numbers = states["numpy"]
@@ -39,7 +39,7 @@ def set_generator_states(states: dict, device: torch.device) -> None:
 
 @contextmanager
 def unchanged_generators(device: torch.device) -> Iterator[None]:
-    """Restore all generators at the end of this context, also after an error."""
+    """Restore all generators when this context exits, even on an error."""
     states = generator_states(device)
     try:
         yield

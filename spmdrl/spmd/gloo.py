@@ -1,7 +1,8 @@
-"""All-gather and reduce-scatter over gloo by direct sends between ranks.
+"""All-gather and reduce-scatter over gloo with direct sends between ranks.
 
 gloo's own ring moves 134 MB between two ranks of one machine in 0.27 s; direct sends and receives take 0.07 s
-(torch 2.13, 2 cores). These two collectives take most of a training step's time on a CPU. Sums are in rank order.
+(torch 2.13, 2 cores). On CPUs these two collectives dominate the time of a training step. Values are summed in rank
+order.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from spmdrl.health.flight_record import send_and_receive
 
 
 def swap(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Send outgoing[i] to rank i mod W of the group and receive incoming[i] from it; skip this rank. Collective.
+    """Send outgoing[i] to group rank i mod W and receive incoming[i] from it; skip this rank. Collective.
 
-    Lists may be longer than the group, so that many small tensors travel in one batch.
+    The lists may be longer than the group, so that many small tensors can be sent in one batch.
     """
     me, world = dist.get_group_rank(group, dist.get_rank()), dist.get_world_size(group)
     operations = []
@@ -32,10 +33,10 @@ def swap(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], gro
 
 
 class DirectAllGather:
-    """FSDP2's all-gather (`FSDPModule.set_custom_all_gather`) by direct sends."""
+    """All-gather for FSDP2 (`FSDPModule.set_custom_all_gather`) with direct sends."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate the buffer for the result."""
+        """Allocate the output buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op: bool = False) -> None:
@@ -48,7 +49,7 @@ class DirectAllGather:
 
 
 class DirectReduceScatter(DirectAllGather):
-    """FSDP2's reduce-scatter by direct sends, summed in rank order."""
+    """Reduce-scatter for FSDP2 with direct sends; values are summed in rank order."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
         """Sum this rank's slices of all ranks' input_tensor [W * n] into output_tensor [n], synchronously."""

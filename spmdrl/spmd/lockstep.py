@@ -1,9 +1,9 @@
-"""Debug mode: ranks compare each collective before they run it; if they differ, an error lists what each rank runs.
+"""Debug mode: ranks compare each collective before they run it, and on a mismatch report what each rank runs.
 
-A dispatch mode intercepts every c10d operation. Each rank writes (call site, operation, shapes) of its n-th collective
-of a group to the rendezvous store, counts the ranks with the same entry, and waits for the verdict of the rank that
-arrives last. All entries are read only if they differ or a rank does not arrive. This is slow, but needs no code at
-call sites, so that collectives inside FSDP are compared as well.
+A dispatch mode intercepts every c10d operation. For the n-th collective of a process group, each rank writes (call
+site, operation, shapes) to the rendezvous store, counts the ranks with the same entry, and waits for the verdict of the
+last rank to arrive. All entries are read only on a mismatch or if a rank does not arrive. This is slow, but needs no
+code at call sites, so it also covers collectives inside FSDP.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py", "typing_extensions.py")
-"""`call_site` skips frames in files whose path contains one of these; the last wraps deprecated functions of torch."""
+"""`call_site` skips frames in files whose path contains one of these; the last wraps deprecated torch functions."""
 _HELPERS = ("spmdrl/spmd/",)
-"""Folder of functions that run collectives for many callers, so that its lines alone do not identify a call site."""
+"""Folder of shared helpers that run collectives for many callers, so a line in it does not identify the call site."""
 
 
 class LockstepError(RuntimeError):
-    """Ranks ran different collectives; the message names the differences between ranks."""
+    """Ranks ran different collectives; the message lists the differences."""
 
 
 def call_site() -> str:
-    """Return the innermost frame outside of torch as file:line; if it is in `spmd/`, also its callers: `a:1 < b:2`."""
+    """Return the innermost non-torch frame as file:line; if it is in `spmd/`, also its callers: `a:1 < b:2`."""
     frame, places = sys._getframe(1), []
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
@@ -59,22 +59,23 @@ def _group_of(args) -> dist.ProcessGroup | None:
 
 
 class Lockstep(TorchDispatchMode):
-    """Compares all collectives inside its context, which wraps the program of every rank; sends are not compared."""
+    """Compares all collectives run inside its context, which every rank must enter, but not sends and receives."""
 
     def __init__(self, store: dist.Store, timeout: float = 60.0):
-        """Compare over a store that all ranks share. timeout: seconds after which a rank counts as missing."""
+        """Compare through a store shared by all ranks. timeout: seconds after which a rank counts as missing."""
         super().__init__()
         self.store, self.timeout = store, timeout
         self.counts: dict[str, int] = {}
         self.history: list[str] = []
         self.written: dict[str, deque[list[str]]] = {}
-        """Group -> keys in the store of its last collectives, which this rank has to delete."""
+        """Process group -> store keys of its latest collectives, which this rank has to delete."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Compare a collective with the other ranks, then run it."""
+        """Compare a collective across ranks, then run it."""
         if func.namespace == "c10d":
             group = _group_of(args)
-            # Sends and receives differ by design; all other operations are the same call on every rank.
+            # Sends and receives differ between ranks by design; all other operations must be the same call on every
+            # rank.
             if group is not None and group.size() > 1 and func._opname not in ("send", "recv_", "recv_any_source_"):
                 self._compare(group, func._opname, [tuple(t.shape) for t in _tensors(args)])
         return func(*args, **(kwargs or {}))
@@ -93,13 +94,13 @@ class Lockstep(TorchDispatchMode):
         alike = f"{here}/alike/{hashlib.blake2b(entry.encode(), digest_size=8).hexdigest()}"
         self.store.add(alike, 1)
         if self.store.add(f"{here}/came", 1) == len(ranks):
-            # Every rank counts its entry before it counts itself as arrived, so the count of entries is complete.
+            # Every rank counts its entry before it counts itself as arrived, so the entry count is complete here.
             self.store.set(f"{here}/verdict", "alike" if self.store.add(alike, 0) == len(ranks) else "differ")
         if self._read(f"{here}/verdict", self.timeout) != "alike":
             late = f"did not come within {self.timeout:.0f} s"
             lines = [f"  rank {r}: {self._read(f'{here}/{r}', 0.0) or late}" for r in sorted(ranks)]
             raise LockstepError(f"ranks differ at collective {turn} of this group:\n" + "\n".join(lines))
-        # When all ranks have arrived at a collective, all of them have read the keys of the previous one.
+        # Once all ranks have arrived at a collective, they have all read the keys of the previous one.
         old = self.written.setdefault(name, deque())
         old.append([f"{here}/{me}"])
         if me == ranks[0]:

@@ -1,7 +1,7 @@
 """Starts the process groups and named mesh axes of a run.
 
-Every rank calls `start()` once and gets a `World`: device, groups and axes. Device collectives run on NCCL (GPU) or
-gloo (CPU); small collectives on the host always run on a separate gloo group.
+Every rank calls `start()` once and gets a `World` with its device, process groups and mesh axes. Device collectives run
+on NCCL (GPU) or gloo (CPU); small host collectives always use a separate gloo group.
 """
 
 import os
@@ -22,19 +22,19 @@ from spmdrl.spmd.roles import AXES, axis_sizes, roles_of
 from spmdrl.spmd.world import World
 
 JOIN = timedelta(seconds=120)
-"""Ranks wait for each other at the start for this time, or longer if `--run.timeout` is longer."""
+"""Minimum time that ranks wait for each other at startup; a longer `--run.timeout` takes precedence."""
 LATER = timedelta(seconds=60)
-"""Time beyond `--run.timeout` after which NCCL ends a job. `failure.watch` ends it earlier and names the rank."""
+"""Extra time after `--run.timeout` before NCCL aborts a job. `failure.watch` aborts it earlier and names the rank."""
 JOIN_POLL = 0.02
-"""While ranks join, rank 0 reads the store once in this number of seconds."""
+"""Seconds between rank 0's polls of the store while ranks join."""
 
 
 def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeout: float = 600.0) -> World:
-    """Start the process groups and return this rank's world. Collective: every rank passes the same arguments.
+    """Start the process groups and return this rank's world. Collective: all ranks must pass the same arguments.
 
-    rollout_tp: ranks per engine. device: `auto`, `cpu` or `cuda`. timeout: seconds that a collective may wait.
+    rollout_tp: ranks per engine. device: `auto`, `cpu` or `cuda`. timeout: seconds before a collective times out.
     """
-    # Without torchrun, `python -m spmdrl.train` is a world of one rank.
+    # Without torchrun, `python -m spmdrl.train` is a single-rank job.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**alone, "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
@@ -44,7 +44,7 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
     later = wait + LATER if where.type == "cuda" else wait
     if not dist.is_initialized():
         if os.environ["WORLD_SIZE"] == "1":
-            # Port 0 lets the system choose, so that two single-process runs never share a port.
+            # Port 0 lets the OS choose, so that two single-process runs never share a port.
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=wait)
         else:
             store, _, size = next(dist.rendezvous("env://", timeout=max(later, JOIN)))
@@ -59,7 +59,7 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
             store=store,
             rank=rank,
             world_size=int(os.environ["WORLD_SIZE"]),
-            # Ranks start at different times: the first start on a machine may take a minute.
+            # Ranks start at different times: the first start on a machine can take a minute.
             timeout=max(later, JOIN),
             device_id=where if where.type == "cuda" else None,
         )
@@ -68,19 +68,20 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
 
 
 def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.Store:
-    """Return the store under a prefix that no other start uses. Collective over all ranks of this start.
+    """Return the store under a prefix unique to this start. Collective over all ranks of this start.
 
-    torchrun's agent keeps one store across restarts, but a start must not find keys of an earlier one (addresses of
-    processes that are gone, counters). Ranks have no common restart number: an agent counts only the restarts that its
-    own node requested.
+    torchrun's agent keeps one store across restarts, but a start must not see keys left by an earlier one (addresses of
+    dead processes, counters). Ranks share no restart number: an agent counts only the restarts that its own node
+    requested.
 
-    Rank 0 draws the prefix, and answers each request under a key that only the requesting rank reads, until all ranks
-    have the prefix. It also answers requests of processes that are gone, which is harmless: torchrun starts processes
-    only after all earlier ones have ended. Raises RuntimeError if a rank has not joined within `wait`.
+    Rank 0 draws the prefix and answers each request under a key that only the requesting rank reads, until all ranks
+    have the prefix. It also answers requests from dead processes, which is harmless: torchrun starts processes only
+    after all earlier ones have exited. Raises RuntimeError if a rank does not join within `wait`.
     """
     joining, me = dist.PrefixStore("joining", store), secrets.token_hex(8)
     if rank:
-        # All requests are appended to one value, so that one read gives rank 0 all of them when their count has risen.
+        # All requests are appended to one value, so that rank 0 gets all of them in one read when their count has
+        # grown.
         joining.append("requests", f"{me} ")  # type: ignore[attr-defined]
         joining.add("requested", 1)
         try:
@@ -139,7 +140,7 @@ def world_from_group(
     store = dist.PrefixStore("spmdrl", dist.distributed_c10d._get_default_store())
     meshes = [m for m in (mesh, shard_mesh, rollout) if m.get_coordinate() is not None]
     for group in {g for m in meshes for g in m.get_all_groups()}:
-        # Meshes create their groups with torch's default time-out, half an hour on gloo. It is replaced by the run's.
+        # Meshes create their groups with torch's default timeout, 30 minutes on gloo. Replace it with the run's.
         dist.distributed_c10d._set_pg_timeout(later, group)
     return World(
         *(rank, size, local_rank, device, host, store, roles, rollout_group, training_group, role_group),
@@ -148,9 +149,9 @@ def world_from_group(
 
 
 def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> World:
-    """Return the world of frozen models: `world` itself, unless they have separate ranks. Collective.
+    """Return the world for frozen models: `world` itself, unless they have separate ranks. Collective.
 
-    Frozen models are divided over Megatron's axes like the policy, and sharded over the remaining ranks.
+    Frozen models are split along Megatron's axes like the policy and sharded over the remaining ranks.
     """
     ranks = world.roles.scorers
     if ranks == world.roles.trainers:
@@ -163,9 +164,9 @@ def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> Wo
 
 
 def twin(world: World, wait: timedelta) -> World:
-    """Return a copy of a world on the host, with separate groups, for a background thread. Collective.
+    """Return a CPU copy of a world with its own process groups, for a background thread. Collective.
 
-    Its meshes are those of `world`: read positions from them, but do not communicate over them.
+    It shares its meshes with `world`: use them to look up positions, but not to communicate.
     """
     with apart_from_default():
         host = dist.new_group(backend="gloo", timeout=wait)
@@ -179,8 +180,8 @@ def twin(world: World, wait: timedelta) -> World:
 def apart_from_default() -> Iterator[None]:
     """Create new groups in this context without splitting them off the default group's NCCL communicator.
 
-    torch splits the communicator if a device is bound to the default group. Then ranks outside of the new group must
-    take part in its creation; ranks wait forever if the new group is on gloo or if these ranks do not make the call.
+    torch splits the communicator if a device is bound to the default group. Then ranks outside the new group must take
+    part in its creation too, and creation hangs if they do not or if the new group uses gloo.
     """
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
@@ -191,9 +192,9 @@ def apart_from_default() -> Iterator[None]:
 
 
 def _make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
-    """Create a host-side group of `ranks` and one of the others; return this rank's. Collective over all ranks.
+    """Create host-side groups of `ranks` and of all other ranks; return this rank's. Collective over all ranks.
 
-    Returns `host` if there are no others.
+    Returns `host` if there are no other ranks.
     """
     size = dist.get_world_size()
     if len(ranks) == size:
@@ -208,7 +209,7 @@ def _make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta)
 
 
 def _make_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:
-    """Create named axes over some ranks of the job. Collective over all ranks."""
+    """Create a mesh with named axes over some ranks of the job. Collective over all ranks."""
     if len(ranks) == dist.get_world_size():
         return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return DeviceMesh(kind, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))

@@ -1,6 +1,6 @@
-"""Chooses the network interface between ranks on several nodes.
+"""Chooses the network interface for multi-node communication.
 
-By default gloo uses the address to which the host name resolves. On Debian and Ubuntu /etc/hosts maps the host name to
+By default gloo uses the address that the host name resolves to. On Debian and Ubuntu, /etc/hosts maps the host name to
 127.0.1.1, so each node would wait for the others on its loopback interface.
 """
 
@@ -12,18 +12,18 @@ import psutil
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 OUTSIDE = "192.0.2.1"
-"""Address that no machine has (RFC 5737); its route is the default route."""
+"""Address reserved for documentation (RFC 5737), which is reached by the default route."""
 
 
 def source_of(address: str) -> str:
-    """Return this node's IPv4 address on the route to `address`, without sending. Raises OSError without a route."""
+    """Return this node's IPv4 address on the route to `address`; sends nothing. Raises OSError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return probe.getsockname()[0]
 
 
 def interface_with(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address; None if there is none."""
+    """Return the name of the interface with this IPv4 address, or None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == address for a in addresses):
             return name
@@ -33,10 +33,10 @@ def interface_with(address: str) -> str | None:
 def choose_interface(
     source: Callable[[str], str] = source_of, named: Callable[[str], str | None] = interface_with
 ) -> str:
-    """Set the variables NAMES, unless they are set, to the interface towards the first node of a multi-node job.
+    """Set unset environment variables of NAMES to the interface that reaches the first node of a multi-node job.
 
-    Returns a line for the log; empty on a single node, or if there is no IPv4 route.
-    Raises ValueError if there are routes, but none leads over an interface to another node.
+    Returns a log line, or an empty string on a single node or if there is no IPv4 route.
+    Raises ValueError if there are routes, but none uses an interface that reaches another node.
     """
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return ""

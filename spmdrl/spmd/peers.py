@@ -1,4 +1,4 @@
-"""A group of ranks that compute something together."""
+"""A process group and the device of its collectives."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,21 @@ from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 
 @dataclass(frozen=True)
 class Peers:
-    """A group of ranks, and the device of its collectives."""
+    """A process group and the device of its collectives."""
 
     group: dist.ProcessGroup | None
-    """The process group; None if this rank is alone."""
+    """The process group, or None for a single rank."""
     device: torch.device
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks; the result is on the device. Collective."""
+        """Sum a tensor over all ranks; the result is on the device. Collective."""
         return all_reduce(to_device(x, self.device), "sum", self.group)
 
     def most(self, number: int) -> int:
-        """Return the largest of the ranks' numbers. Collective."""
+        """Return the maximum of a number over all ranks. Collective."""
         if self.group is None:
             return number
-        # The tensor is filled on the device. A copy from the host would make it wait for the device.
+        # Fill the tensor on the device: a copy from the host would synchronize with it.
         return int(all_reduce(torch.full((), number, device=self.device), "max", self.group))
 
     def rows(self, x_nK: torch.Tensor) -> list[torch.Tensor]:
@@ -34,5 +34,5 @@ class Peers:
 
     @property
     def index(self) -> int:
-        """This rank's number in the group."""
+        """This rank's index in the group."""
         return 0 if self.group is None else dist.get_group_rank(self.group, dist.get_rank())

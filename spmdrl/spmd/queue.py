@@ -1,4 +1,4 @@
-"""Hands out prompts to engines, by an atomic counter on the rendezvous store or by a fixed assignment."""
+"""Hands out prompts to engines, by an atomic counter in the rendezvous store or by a fixed assignment."""
 
 import time
 
@@ -8,14 +8,14 @@ import torch.distributed as dist
 from spmdrl.spmd.world import World
 
 POLL_EVERY = 0.1
-"""Seconds after which an engine without newly finished groups reads the counter of all engines again."""
+"""Seconds between reads of the shared counter by an engine that has no newly finished groups."""
 
 
 class PromptQueue:
-    """Hands out the positions 0..n-1 of the prompts of one rollout, each to exactly one engine.
+    """Hands out the prompt positions 0..n-1 of one rollout, each to exactly one engine.
 
-    Assignment `queue`: the next caller gets the next positions, so an engine that finishes early takes more.
-    Assignment `static`: position i belongs to engine i mod engines, whatever the timing (bit-exact runs).
+    Assignment `queue`: the next caller gets the next positions, so an engine that finishes early gets more. Assignment
+    `static`: position i belongs to engine i mod engines, regardless of timing (for bit-exact runs).
     All ranks of an engine call `take` together and get the same positions.
     """
 
@@ -26,7 +26,7 @@ class PromptQueue:
         self.done = False
 
     def take(self, want: int) -> list[int]:
-        """Return up to `want` positions; an empty list means that nothing is left, or that `want` is 0."""
+        """Return up to `want` positions, or an empty list if none are left or `want` is 0."""
         if self.done or want <= 0:
             return []
         if self.static:
@@ -44,20 +44,20 @@ class PromptQueue:
 
 
 class Tally:
-    """Counts the finished groups of a rollout until there are enough; all ranks of an engine get the same answer.
+    """Counts a rollout's finished groups until there are enough; all ranks of an engine get the same answer.
 
     Assignment `queue`: all engines share one counter. An engine without newly finished groups reads it only every
-    POLL_EVERY seconds, because a thousand engines share one store. `static`: each engine counts only its own groups
-    (bit-exact runs).
+    POLL_EVERY seconds, to limit the load on the store with a thousand engines. `static`: each engine counts only its
+    own groups (for bit-exact runs).
     """
 
     def __init__(self, world: World, round_name: str, enough: int, assignment: str):
-        """Start at 0. enough: the count at which `reached` returns True; 0 if it never does."""
+        """Start at 0. enough: the count from which `reached` returns True, or 0 for never."""
         self.world, self.enough, self.key = world, enough, f"tally/{round_name}"
         self.static, self.count, self.poll_at = assignment == "static", 0, 0.0
 
     def reached(self, more: int) -> bool:
-        """Add `more` to the count; return True once it is high enough. Collective over the ranks of an engine."""
+        """Add `more` to the count; return True once it reaches `enough`. Collective over the ranks of an engine."""
         if not self.enough:
             return False
         if self.static:

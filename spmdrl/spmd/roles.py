@@ -1,20 +1,20 @@
-"""Computes the roles of ranks and the sizes of axes from the settings, without communication."""
+"""Computes rank roles and mesh axis sizes from the settings, without communication."""
 
 from dataclasses import dataclass
 
 from spmdrl.config.schema import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
-"""Axes of the training mesh, outermost first. `sp` divides the tokens of a packed micro-batch: Ulysses, or context
-parallelism. A policy with expert parallelism derives the axis of experts from these."""
+"""Axes of the training mesh, outermost first. `sp` splits the tokens of a packed micro-batch: Ulysses or context
+parallelism. A policy with expert parallelism derives its expert axis from these."""
 
 
 @dataclass(frozen=True)
 class Roles:
     """Ranks that train, score and sample. With placement `colocated`, every rank does all three.
 
-    With placement `split`, the ranks that sample do nothing else. Scorers hold the frozen models; unless they are
-    separate ranks, they are the trainers.
+    With placement `split`, the ranks that sample do nothing else. Scorers hold the frozen models; they are the trainers
+    unless they have separate ranks.
     """
 
     trainers: tuple[int, ...]
@@ -28,11 +28,11 @@ class Roles:
 
 
 def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Return the size of each axis; dp_shard = -1 is replaced by the size for which all ranks are used.
+    """Return the size of each axis; dp_shard = -1 becomes the size that uses all ranks.
 
-    The axis sp also has the ranks of `parallel.cp`, context parallelism.
+    The sp axis includes the context-parallel ranks (`parallel.cp`).
 
-    Raises ValueError if the axes do not multiply to world_size.
+    Raises ValueError if the product of the sizes is not world_size.
     """
     sizes = {axis: getattr(parallel, axis) for axis in AXES}
     sizes["sp"] *= parallel.cp

@@ -1,7 +1,7 @@
-"""Randomness keyed by data: one counter-based hash, the same on every rank, device and world size.
+"""Data-keyed randomness: one counter-based hash, the same for every rank, device and world size.
 
 The mixing step is SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195).
-SGLang's server loads this file in an interpreter without spmdrl, so it imports only torch.
+The SGLang server loads this file in an interpreter without spmdrl, so it imports only torch.
 """
 
 import random
@@ -29,7 +29,7 @@ def seed_for(*key: int) -> int:
 
 
 def generator_for(*key: int) -> random.Random:
-    """Return a Python random generator for a key, for random choices such as the order of data or its split."""
+    """Return a Python random generator for a key, for choices such as the data order or split."""
     return random.Random(seed_for(*key))
 
 
@@ -40,12 +40,12 @@ def signed(x: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int64 numbers right by `bits`, filling with zeros instead of the sign bit."""
+    """Shift int64 values right by `bits`, filling with zeros instead of the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """Return one number in (0, 1) for each row, float64 [B], computed from its seed and token position.
+    """Return one uniform random number in (0, 1) per row, float64 [B], computed from its seed and token position.
 
     seeds_B, position_B: int64 [B].
     """

@@ -1,8 +1,8 @@
-"""Moves tensors off their device and back: their bytes go to host memory, to a file, or nowhere.
+"""Offloads tensors from their device to host memory or a file, or discards their contents, and restores them.
 
-A storage is emptied in place (`resize_(0)`) and filled again later, so every tensor, view and DTensor shard over it
-stays valid: FSDP2's parameters, tied weights and an optimizer's moments need no `module.to()`. In between, the tensors
-are called parked.
+A storage is emptied in place (`resize_(0)`) and refilled later, so every tensor, view and DTensor shard that uses it
+stays valid: FSDP2 parameters, tied weights and optimizer moments need no `module.to()`. Offloaded tensors are called
+parked.
 """
 
 import ctypes
@@ -18,22 +18,22 @@ import torch
 from spmdrl.spmd.devices import kind_of
 
 Place = Literal["host", "disk", "gone"]
-"""Place of parked tensors' bytes. `host`: host memory, pinned if the device is a GPU. `disk`: an unnamed file, which
-disappears with the process. `gone`: nowhere; the content is undefined when the tensors come back."""
+"""Where the contents of parked tensors are kept. `host`: host memory, pinned if the device is a GPU. `disk`: an unnamed
+file, which disappears with the process. `gone`: nowhere; the contents are undefined after restoring."""
 
 PIECE = 64 << 20
-"""Bytes of one host buffer: a power of two, to which torch would round up pinned memory anyway."""
+"""Size of one host buffer in bytes: a power of two, since torch rounds pinned allocations up to one anyway."""
 WORTH_TRIMMING = 32 << 20
-"""Freed memory of at least this number of bytes is returned to the system; the allocator keeps smaller amounts."""
+"""Minimum number of freed bytes that are returned to the OS; the allocator keeps smaller amounts."""
 
 
 def moves(place: str, device: torch.device) -> bool:
-    """Return True if parking at `place` frees memory of `device`; a CPU's memory is host memory already."""
+    """Return True if parking at `place` frees memory on `device`; on a CPU, `host` frees nothing."""
     return place in ("disk", "gone") or (place == "host" and kind_of(device) != "cpu")
 
 
 def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> list[torch.UntypedStorage]:
-    """Return the distinct non-empty storages of tensors on a type of device; for a DTensor, its local shard's."""
+    """Return the distinct non-empty storages of tensors on a device type; for a DTensor, its local shard's storage."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor is None:
@@ -46,20 +46,20 @@ def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> lis
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None], device_type: str) -> int:
-    """Return the number of bytes that tensors hold on a type of device; parked tensors count 0."""
+    """Return the number of bytes that tensors occupy on a device type; parked tensors count as 0."""
     return sum(storage.nbytes() for storage in storages_of(tensors, device_type))
 
 
 class Parked:
-    """Emptied storages of tensors. Nothing may read or write the tensors until `bring_back()`."""
+    """Parked tensors: their storages are empty. The tensors must not be read or written until `bring_back()`."""
 
     def __init__(self, tensors: Iterable[torch.Tensor | None], place: Place, device: torch.device):
-        """Copy the bytes to `place` and free their memory on the device.
+        """Copy the tensors' bytes to `place` and free their memory on the device.
 
-        tensors: tensors on another type of device and parked tensors are skipped. device: device of the tensors.
+        tensors: the tensors to park; those on another device type or already parked are skipped. device: their device.
 
-        Raises OSError if the folder for temporary files cannot hold the bytes, and ValueError as `scratch_folder` does;
-        the tensors are then unchanged.
+        Raises OSError if the bytes do not fit in the temporary folder, and ValueError like `scratch_folder`; the
+        tensors are then unchanged.
         """
         self.place, self.device = place, device
         storages = storages_of(tensors, device.type)
@@ -84,14 +84,14 @@ class Parked:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are off the device."""
+        """Number of bytes off the device."""
         return sum(size for _, size, _ in self.waiting)
 
     def bring_back(self) -> None:
-        """Allocate every storage again and fill it, unless its bytes are gone.
+        """Reallocate every storage and restore its contents, unless they are gone.
 
-        Raises RuntimeError if the device is out of memory (torch's own error). Storages that were already restored keep
-        their memory, and a further call restores the others.
+        Raises RuntimeError if the device is out of memory (torch's own error). Storages restored so far stay restored,
+        and another call restores the rest.
         """
         while self.waiting:
             storage, size, offset = self.waiting[-1]
@@ -104,16 +104,16 @@ class Parked:
         self.tape = None
 
     def forget(self) -> None:
-        """Drop the copy of the bytes; `bring_back` then leaves the content of the tensors undefined."""
+        """Drop the copy of the bytes; `bring_back` then leaves the tensor contents undefined."""
         self.tape, self.place = None, "gone"
 
 
 def give_back(device: torch.device, size: int) -> None:
-    """Make the allocator return memory to the device after `size` bytes were freed.
+    """Make the allocator release memory after `size` bytes were freed.
 
-    glibc keeps freed blocks (see `environ.keep_freed_memory`): without the trim, 600 MiB in tensors of 1 MiB stay
-    resident; trimming them takes 0.03 s. The page faults that follow when the memory is used again take longer, so a
-    CPU's memory is returned only after parking on disk.
+    glibc keeps freed blocks (see `environ.keep_freed_memory`): without trimming, 600 MiB in 1 MiB tensors stay
+    resident; trimming them takes 0.03 s. The page faults on the next use cost more than that, so host memory is
+    released to the OS only after parking on disk.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -123,17 +123,17 @@ def give_back(device: torch.device, size: int) -> None:
 
 
 def _raw(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of a storage, uint8 [nbytes]."""
+    """View a storage as bytes, uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _memory(raw: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU. `numpy()` would make its storage permanently non-resizable."""
+    """Return a CPU tensor's bytes. `numpy()` would make its storage permanently non-resizable."""
     return memoryview((ctypes.c_uint8 * len(raw)).from_address(raw.data_ptr())).cast("B")
 
 
 def _pieces(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut [offset, offset + size) at buffer borders; yield (buffer, offset in it, offset in the bytes, length)."""
+    """Split [offset, offset + size) at buffer boundaries; yield (buffer, offset in it, offset in the bytes, length)."""
     done = 0
     while done < size:
         buffer, start = divmod(offset + done, PIECE)
@@ -159,7 +159,7 @@ class _Host:
 
 
 class _Disk:
-    """A temporary file without a name, which disappears with the process, however the process ends."""
+    """An unnamed temporary file, which disappears when the process exits, even if it is killed."""
 
     def __init__(self, total: int, pinned: bool):
         folder = scratch_folder()
@@ -205,7 +205,7 @@ def _tape(place: Place, total: int, device: torch.device) -> _Host | _Disk | Non
 
 
 def scratch_folder() -> str:
-    """Return $TMPDIR if it is set, else /var/tmp, which unlike /tmp is never in memory, else Python's choice.
+    """Return $TMPDIR if set, else /var/tmp, which unlike /tmp is never in memory, else Python's default.
 
     Raises ValueError if TMPDIR is not a writable folder, because Python would silently use another folder.
     """

@@ -1,4 +1,4 @@
-"""The groups, axes and roles of one rank."""
+"""The process groups, mesh axes and roles of one rank."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +13,7 @@ from spmdrl.spmd.roles import AXES, Roles
 
 @dataclass
 class World:
-    """Device, groups and axes of one rank, and the roles of all ranks.
+    """Device, process groups and mesh axes of one rank, and the roles of all ranks.
 
     A rank that does not train has no position on the training axes.
     """
@@ -27,26 +27,26 @@ class World:
     store: dist.Store
     roles: Roles
     rollout_group: dist.ProcessGroup
-    """Host-side group of the ranks that sample; on other ranks, of those that do not sample."""
+    """Host-side group of the ranks that sample; on other ranks, the group of those that do not."""
     training_group: dist.ProcessGroup
-    """Host-side group of the ranks that train; on other ranks, of those that do not train."""
+    """Host-side group of the ranks that train; on other ranks, the group of those that do not."""
     role_group: dist.ProcessGroup
-    """Host-side group of the ranks with this rank's role: all ranks unless the placement is `split`."""
+    """Host-side group of the ranks with the same role: all ranks unless the placement is `split`."""
     mesh: DeviceMesh
     """Training axes, over the ranks that train."""
     rollout_mesh: DeviceMesh
-    """Axes [engine, tp] over the ranks that sample: the engine of a rank, and the rank's position in its engine."""
+    """Axes [engine, tp] over the ranks that sample: a rank's engine, and its position in that engine."""
     shard_mesh: DeviceMesh
-    """Axis over which parameters are sharded (dp_shard and sp flattened); an axis dp_replicate of size 2 or more
-    precedes it."""
+    """Axis over which parameters are sharded (dp_shard and sp flattened), preceded by dp_replicate if that is larger
+    than 1."""
     data_group: dist.ProcessGroup | None = None
-    """Ranks over which samples are divided: one for each position on dp_replicate x dp_shard (data position), all at
-    this rank's position on the other axes. A rank's number in the group is its data position. None if there is a single
-    data position."""
+    """Ranks that split the samples: one for each position on dp_replicate x dp_shard (data position), all at this
+    rank's position on the other axes. A rank's index in the group is its data position. None if there is only one data
+    position."""
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
-    """int64 [data positions, copies]: the ranks that hold the samples of each data position."""
+    """int64 [data positions, copies]: the ranks that hold each data position's samples."""
     is_twin: bool = False
-    """True for a twin of another world (`mesh.twin`), which communicates over separate host-side groups."""
+    """True for a twin of another world (`mesh.twin`), which communicates over its own host-side groups."""
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +55,7 @@ class World:
 
     @property
     def trains(self) -> bool:
-        """True if this rank holds a part of the models that train."""
+        """True if this rank holds a part of the trained models."""
         return self.rank in self.roles.trainers
 
     @property
@@ -70,7 +70,7 @@ class World:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Group of all ranks, with the device's backend; None for a world of one rank."""
+        """Group of all ranks with the device's backend, or None for a single-rank job."""
         return dist.group.WORLD if self.size > 1 else None
 
     @property
@@ -80,33 +80,33 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Number of data positions, over which samples are divided."""
+        """Number of data positions."""
         return len(self.holders)
 
     @cached_property
     def sp_group(self) -> dist.ProcessGroup | None:
-        """Ranks that divide the tokens of one packed micro-batch; None without sequence or context parallelism."""
+        """Ranks that split the tokens of a packed micro-batch, or None without sequence or context parallelism."""
         return self.mesh.get_group("sp") if self.sp_size > 1 else None
 
     @cached_property
     def sp_size(self) -> int:
-        """Number of ranks that divide the tokens of one packed micro-batch."""
+        """Number of ranks that split the tokens of a packed micro-batch."""
         return self.mesh.size(AXES.index("sp"))
 
     @cached_property
     def shard_group(self) -> dist.ProcessGroup:
-        """The group that contains this rank and whose ranks together hold every parameter once."""
+        """This rank's shard group, whose ranks together hold every parameter exactly once."""
         return self.shard_mesh.get_group(self.shard_mesh.ndim - 1)
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """Axes over which samples are divided: [dp_replicate, dp_shard]."""
+        """Axes that split the samples: [dp_replicate, dp_shard]."""
         return self.mesh["dp_replicate", "dp_shard"]
 
-    # The following properties are cached: an engine reads them at every step, and indexing a mesh makes a new mesh.
+    # The following properties are cached: an engine reads them at every step, and indexing a mesh creates a new mesh.
     @cached_property
     def engine_index(self) -> int:
-        """Number of the engine (rollout TP group) that this rank belongs to."""
+        """Index of this rank's engine (rollout TP group)."""
         return self.rollout_mesh["engine"].get_local_rank()
 
     @cached_property
@@ -116,11 +116,11 @@ class World:
 
     @cached_property
     def engine_tp_rank(self) -> int:
-        """This rank's position inside its engine; the rank at position 0 holds the episodes."""
+        """This rank's position in its engine; the rank at position 0 holds the episodes."""
         return self.rollout_mesh["tp"].get_local_rank()
 
     @cached_property
     def engine_group(self) -> dist.ProcessGroup | None:
-        """Ranks of this rank's engine; None for an engine of one rank."""
+        """Ranks of this rank's engine, or None for a single-rank engine."""
         tp = self.rollout_mesh["tp"]
         return tp.get_group() if tp.size() > 1 else None

@@ -1,4 +1,4 @@
-"""The parent's side of a child process: JSON lines over pipes that never block the parent.
+"""The parent's side of a child process, which exchanges JSON lines over pipes that never block the parent.
 
 The child's side is in_child.py. A child dies with the thread that started it.
 """
@@ -20,18 +20,18 @@ _RANK_VARIABLES = {
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 }
 LEAVES_WITHIN = 2.0
-"""Maximum number of seconds that a process has to exit after its input is closed."""
+"""Grace period in seconds for a process to exit after its input is closed."""
 
 
 @dataclass(eq=False)
 class Child:
-    """A child process with its pipes."""
+    """A child process and its pipes."""
 
     process: subprocess.Popen
     selector: selectors.BaseSelector
-    """Selector that watches the pipes; the `data` of a pipe's key is the child."""
+    """Selector that watches the pipes; the `data` of each pipe's key is the child."""
     spawned: float
-    """Time (time.monotonic()) at which the process was started, or last began or finished loading a file."""
+    """Time (time.monotonic()) at which the process was started, or last started or finished loading a file."""
     ready: bool = False
     """True if the process has started and is not loading a file."""
     to_send: bytearray = field(default_factory=bytearray)
@@ -48,7 +48,7 @@ class Child:
         return cast(IO[bytes], self.process.stdout)
 
     def flush(self) -> None:
-        """Write as many queued bytes as the pipe takes. If some are left, the selector watches for room in the pipe."""
+        """Write as many queued bytes as fit into the pipe. If some are left, the selector watches for space."""
         fd = self.stdin.fileno()
         try:
             while self.to_send:
@@ -80,14 +80,14 @@ class Child:
         return lines, ended
 
     def hang_up(self) -> None:
-        """Close the pipe to the process, which makes it exit. May be called twice."""
+        """Close the pipe to the process, which makes it exit. Safe to call twice."""
         if not self.stdin.closed:
             if self.stdin.fileno() in self.selector.get_map():
                 self.selector.unregister(self.stdin)
             self.stdin.close()
 
     def await_end(self, within: float) -> None:
-        """Wait up to `within` seconds for the process to exit. It is not reaped, so its id stays valid for `kill`."""
+        """Wait up to `within` seconds for the process to exit. It is not reaped, so its pid stays valid for `kill`."""
         until = time.monotonic() + within
         while self.process.returncode is None and time.monotonic() < until:
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
@@ -95,19 +95,19 @@ class Child:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """Close the pipes and kill the process with its children. May be called twice."""
+        """Close the pipes and kill the process and its children. Safe to call twice."""
         self.hang_up()
         if not self.stdout.closed:
             if self.stdout.fileno() in self.selector.get_map():
                 self.selector.unregister(self.stdout)
             self.stdout.close()
-        if self.process.returncode is None:  # the process was not reaped, so no other process has its id
+        if self.process.returncode is None:  # the process was not reaped, so its pid was not reused
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def end(self) -> str:
-        """Wait briefly for the end of a process that closed its pipe. Return how it ended: `by signal SIGKILL`."""
+        """Wait briefly for a process that closed its pipe to exit. Return how it ended, such as `by signal SIGKILL`."""
         self.await_end(1.0)  # killing the process at once would hide its exit code
         self.kill()
         code = self.process.returncode
@@ -123,8 +123,8 @@ def spawn(
 ) -> C:
     """Start `python -m module <pid of this process>`, send it `hello` as one line of JSON, and return the child.
 
-    kind: class of the returned child. selector: will watch the child's pipes. variables: additional environment
-    variables. python: interpreter of the child; if empty, that of this process.
+    kind: class of the returned child. selector: selector that will watch the child's pipes. variables: additional
+    environment variables. python: Python interpreter for the child, or empty for this process's.
     """
     process = subprocess.Popen(
         [python or sys.executable, "-m", module, str(os.getpid())],
@@ -132,7 +132,7 @@ def spawn(
         stdout=subprocess.PIPE,
         env=_environment() | variables,
         bufsize=0,
-        start_new_session=True,  # a kill also ends the process's children, and Ctrl-C reaches only the caller
+        start_new_session=True,  # killing the group also kills its children, and Ctrl-C reaches only the caller
     )
     child = kind(process, selector, spawned=time.monotonic())
     os.set_blocking(child.stdin.fileno(), False)
@@ -144,11 +144,11 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of a child: those of this process without those of a rank, with one thread and no GPU."""
+    """Return a child's environment: this process's without the rank variables, limited to one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }
     root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
-    # Children get no GPU, because the session's table of GPU memory would not count the memory that they take.
+    # Children get no GPU, because their memory would be missing from the session's GPU memory accounting.
     return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,4 +1,4 @@
-"""The child's side of child.py: a process serves its parent over stdin and stdout, and dies with it.
+"""The child's side of child.py: a process that serves its parent over stdin and stdout, and dies with it.
 
 `python -IS in_child.py <parent pid> <command> ...` runs a command that dies with its parent.
 """
@@ -12,22 +12,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """End this process when its parent ends for any reason. parent: process id of the parent."""
+    """Kill this process when its parent exits for any reason. parent: the parent's pid."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent had ended before the call above
+    if os.getppid() != parent:  # the parent exited before the call above
         os._exit(0)
 
 
 def take_pipes() -> tuple[int, int]:
-    """Return the file descriptors of the pipes for requests and for answers, and hide both pipes from user code.
+    """Return the file descriptors of the request and response pipes, and hide both pipes from user code.
 
-    User code gets an empty stdin, and its output goes to stderr. Signals that a cluster sends to all processes of a job
-    are ignored, since the ranks handle them.
+    User code gets an empty stdin, and its output goes to stderr. Signals that a cluster manager sends to all processes
+    of a job are ignored, since the ranks handle them.
     """
-    # The handlers are empty functions, because programs that user code starts would inherit SIG_IGN.
+    # The handlers are no-op functions, because programs that user code starts would inherit SIG_IGN.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    # Children that user code forks get the old handlers back, so that these signals still end them.
+    # Children forked by user code get the old handlers back, so that these signals still terminate them.
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, old) for number, old in before.items()])
     requests, answers = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -37,7 +37,7 @@ def take_pipes() -> tuple[int, int]:
 
 
 def write_all(answers: int, line: bytes) -> None:
-    """Write a line to the parent; block while the pipe is full. If the parent has ended, end this process, too.
+    """Write a line to the parent; block while the pipe is full. If the parent has exited, exit as well.
 
     answers: file descriptor of the pipe.
     """
@@ -45,7 +45,7 @@ def write_all(answers: int, line: bytes) -> None:
         while line:
             line = line[os.write(answers, line) :]
     except BrokenPipeError:
-        # The parent has ended, so there is nothing left to do.
+        # The parent has exited, so there is nothing left to do.
         os._exit(0)
 
 

@@ -1,8 +1,8 @@
-"""The processes of a pool: starts them, exchanges JSON lines with them, watches deadlines, and replaces them.
+"""Starts the processes of a pool, exchanges JSON lines with them, enforces deadlines, and replaces processes.
 
 A process sends `{"ready": true}` once it has started. It sends `{"loading": true}` before it loads a file and
-`{"loading": false}` after that; while it loads, deadlines of answers do not apply. `{"alive": true}` is a heartbeat.
-All other lines are for the pool.
+`{"loading": false}` afterwards; response deadlines are suspended in between. `{"alive": true}` is a heartbeat. All
+other lines are for the pool.
 """
 
 import json
@@ -17,10 +17,9 @@ from spmdrl.health.status import tick
 from spmdrl.workers.child import LEAVES_WITHIN, Child, spawn
 
 START_SECONDS = 120.0
-"""Time limit in seconds for the start of a process, and for the import of a user's file, which may be slow."""
+"""Time limit in seconds for starting a process, and for importing a user's file, which can be slow."""
 LOOK_EVERY = 0.05
-"""Minimum number of seconds between two checks of all deadlines by calls of `turn(0)`. Callers may call it after each
-step of an engine."""
+"""Minimum seconds between two deadline checks by `turn(0)`, which callers may call after every engine step."""
 
 
 @dataclass(eq=False)
@@ -30,18 +29,18 @@ class Process(Child):
     retired: bool = False
     """True if the process finishes its current requests, exits, and is not replaced."""
     silent: float | None = None
-    """Time (time.monotonic()) at which a check found that the process had missed a deadline; None if it missed
-    none, or has sent a line since."""
+    """Time (time.monotonic()) at which a check found that the process had missed a deadline, or None if it has missed
+    none since its last line."""
 
 
 P = TypeVar("P", bound=Process)
 
 
 class Listener(Protocol):
-    """The methods of a pool that `Processes` calls."""
+    """Callbacks that `Processes` calls on its pool."""
 
     def on_message(self, process: Any, message: dict[str, Any], /) -> None:
-        """Handle a line that a process sent."""
+        """Handle a message from a process."""
         ...
 
     def deadline(self, process: Any, /) -> float:
@@ -58,7 +57,7 @@ class Listener(Protocol):
 
 
 class Processes(Generic[P]):
-    """Processes of one kind. Their listener decides whether a process that ended or hangs is replaced."""
+    """A set of processes of one kind. The listener decides whether to replace a process that exited or hangs."""
 
     def __init__(
         self,
@@ -71,11 +70,11 @@ class Processes(Generic[P]):
         variables: dict[str, str] | None = None,
         python: str = "",
     ):
-        """Start the processes, without waiting for them.
+        """Start the processes without waiting for them.
 
-        kind, module, hello, variables, python: as in `spawn`. grace: seconds that a process may be silent after its
-        deadline. They count from the first check after the deadline, since a caller that did not call `turn` for a long
-        time may not have read all answers.
+        kind, module, hello, variables, python: see `spawn`. grace: seconds that a process may stay silent after its
+        deadline, counted from the first check after the deadline, since a caller that has not called `turn` for a long
+        time might have unread responses.
         """
         self._listener, self._grace = listener, grace
         self._selector = selectors.DefaultSelector()
@@ -89,14 +88,14 @@ class Processes(Generic[P]):
         process.flush()
 
     def replace(self, process: P) -> None:
-        """Kill a process, and start another in its place unless it is retired."""
+        """Kill a process, and start a replacement unless it is retired."""
         process.kill()
         place = self.all.index(process)
         self.all[place : place + 1] = [] if process.retired else [self._spawn()]
 
     def turn(self, wait: float) -> None:
         """Handle lines from the processes, wait up to `wait` seconds for the first, and check the deadlines."""
-        tick()  # tells the watchdog that this rank is alive; the deadlines below end work that hangs
+        tick()  # tells the watchdog that this rank is alive; the deadlines below catch work that hangs
         look = wait > 0 or time.monotonic() >= self._look_at
         if wait > 0:
             due = min(self._due(process) for process in self.all)
@@ -140,7 +139,7 @@ class Processes(Generic[P]):
             self._listener.on_exit(process, process.end())
 
     def shutdown(self) -> None:
-        """End the processes. Those that have started get up to `LEAVES_WITHIN` seconds to exit. May be called twice."""
+        """Shut down the processes. Started ones get up to `LEAVES_WITHIN` seconds to exit. Safe to call twice."""
         for process in self.all:
             process.hang_up()
         until = time.monotonic() + LEAVES_WITHIN
