@@ -1,11 +1,11 @@
-"""Many episodes packed end to end: per-token tensors [T], per-sequence tensors [B], no padding.
+"""Episodes packed without padding: per-token tensors [T] and per-sequence tensors [B].
 
 Element t of a per-token tensor describes token t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
 sequence). The first token of a sequence has no logp; its mask is False.
 
-An episode that branches has one sequence for each of its paths. They are adjacent, and the last one is the path on
-which the episode ended. If several paths share a sampled token, its mask is True only in the first of them. Losses and
-statistics treat an episode as one unit: they sum over its sequences, and read its rewards from its first sequence.
+An episode that branches has one sequence per path. These are adjacent, and the last one is the path on which the
+episode ended. If several paths share a sampled token, its mask is True only in the first of them. Losses and statistics
+treat an episode as one unit: they sum over its sequences and read its reward from the first one.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,34 +18,34 @@ from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import Table, select
 
 KEYS = ("position", "sample", "path")
-"""Sample order: the keys by which every batch is sorted (law 3)."""
+"""Sort keys of every batch, which define the sample order (law 3)."""
 IDENTITY = (*KEYS, "paths")
-"""Columns that identify the episode and the path of a sequence."""
+"""Columns that identify a sequence's episode and path."""
 
 
 @dataclass
 class Batch:
-    """B sequences of E episodes, T tokens, sorted by (position, sample, path).
+    """A packed batch of B sequences of E episodes with T tokens in total, sorted by (position, sample, path).
 
     lengths: int64 [B].
 
     token: name -> [T]. Sampled episodes always have tokens, version (int64), mask (bool) and rollout_logp (float32);
-    rows of supervised data (`supervised/`) have tokens and mask. Optional are experts (int16 [T, W], see `Episode`) for
-    routing replay; turn, state and parent (int64, see `Segment`) for advantages that use turns; and turn_reward
-    (float64), the reward of a turn at its last sampled token. mask is the loss mask. If it omits sampled tokens,
-    sampled (bool) marks all tokens that the policy sampled. mask and sampled are False for tokens that an earlier path
-    of the episode contains.
+    supervised rows (`supervised/`) have tokens and mask. Optional columns are experts (int16 [T, W], see `Episode`) for
+    routing replay; turn, state and parent (int64, see `Segment`) for turn-level advantages; and turn_reward (float64),
+    each turn's reward at its last sampled token. mask is the loss mask. If it excludes some sampled tokens, sampled
+    (bool) marks all tokens that the policy sampled. mask and sampled are False for tokens that also belong to an
+    earlier path of the episode.
 
     seq: name -> [B]. Sampled episodes always have prompt, sample, position, version, finish, turns (int64), reward and
     baseline (float64), equal for all paths of an episode; supervised rows have sample and position. path (int64) is the
-    number of the sequence's path, and paths (int64) the number of paths of its episode; in a batch without these
-    columns every sequence is an episode. If a batch repeats an episode, the path numbers of each copy continue those of
-    the copy before it.
+    sequence's path index, and paths (int64) the number of paths in its episode; in a batch without these columns every
+    sequence is an episode. If a batch repeats an episode, the path indices of each copy continue those of the previous
+    copy.
 
-    host: the batch in host memory from which this one was copied to a device; a batch in host memory refers to itself.
+    host: the host batch from which this one was copied to a device; a host batch refers to itself.
 
-    plans: a cache of results that depend only on the batch's tokens, for later passes over it. Batches with the same
-    tokens may share it.
+    plans: cache of results that depend only on the batch's tokens, for later passes. Batches with the same tokens can
+    share it.
     """
 
     lengths: torch.Tensor
@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """int32 [B + 1]: the index of each sequence's first token, and then T."""
+        """int32 [B + 1]: the index of each sequence's first token, followed by T."""
         ends = torch.cumsum(self.lengths, 0).to(torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
 
@@ -116,7 +116,7 @@ class Batch:
 
     @property
     def episode(self) -> torch.Tensor:
-        """int64 [B]: the number of the episode that each sequence belongs to, 0 .. E - 1."""
+        """int64 [B]: the index of each sequence's episode, 0 .. E - 1."""
         return torch.cumsum(self.begins, 0) - 1
 
     @property
@@ -131,50 +131,50 @@ class Batch:
 
     @property
     def episode_index(self) -> torch.Tensor:
-        """int64 [T]: the number of the episode that each token belongs to, 0 .. E - 1."""
+        """int64 [T]: the index of each token's episode, 0 .. E - 1."""
         return self.per_token(self.episode)
 
     @property
     def sampled(self) -> torch.Tensor:
-        """bool [T]: True for tokens that the policy sampled, even if the loss omits them (`mask`)."""
+        """bool [T]: True for tokens that the policy sampled, even if the loss mask excludes them."""
         return self.token.get("sampled", self.token["mask"])
 
     @property
     def sampled_per_seq(self) -> torch.Tensor:
-        """int64 [B]: number of sampled tokens of each sequence; the first of the paths that share a token counts it."""
+        """int64 [B]: number of sampled tokens per sequence; a token shared by paths counts only for the first."""
         counts = torch.zeros(len(self), dtype=torch.int64, device=self.device)
         return counts.index_add_(0, self.seq_index, self.sampled.long())
 
     @property
     def sampled_per_episode(self) -> torch.Tensor:
-        """int64 [E]: number of tokens of each episode that the policy sampled."""
+        """int64 [E]: number of sampled tokens per episode."""
         counts = self.sampled_per_seq
         return torch.zeros_like(self.firsts).index_add_(0, self.episode, counts)
 
     @property
     def generated_per_episode(self) -> torch.Tensor:
-        """int64 [E]: number of tokens after the prompt; tokens that branches share count once.
+        """int64 [E]: number of tokens after the prompt per episode; tokens shared by branches count once.
 
-        In a batch without `seq["made"]` only sampled tokens count, not observed ones.
+        Without `seq["made"]`, only sampled tokens are counted, not observed ones.
         """
         return self.seq["made"][self.firsts] if "made" in self.seq else self.sampled_per_episode
 
     @property
     def n_distinct(self) -> int:
-        """The number of tokens of all episodes. With `seq["distinct"]`, tokens that branches share count once."""
+        """The number of tokens in all episodes. With `seq["distinct"]`, tokens shared by branches count once."""
         return int(self.seq["distinct"][self.firsts].sum()) if "distinct" in self.seq else self.n_tokens
 
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
         """Repeat a per-sequence value for each of its tokens: [B] -> [T]."""
-        # Without the number of tokens, torch would read it from the device.
+        # Without `output_size`, torch would read it from the device.
         return torch.repeat_interleave(x_B, self.lengths, output_size=self.n_tokens)
 
     def where(self, test: Callable[["Batch"], torch.Tensor]) -> torch.Tensor:
-        """Return the indices, int64 [m], at which `test` of this batch, bool [n], is True; computed on the host."""
+        """Return the indices, int64 [m], where `test` of the host batch, bool [n], is True."""
         return to_device(torch.nonzero(test(self.host)).flatten(), self.device)
 
     def group_differs(self) -> torch.Tensor:
-        """Return bool [B]: True if the rewards of the sequence's group differ. The batch must contain whole groups."""
+        """Return bool [B]: True if rewards differ in the sequence's group. The batch must contain complete groups."""
         low = torch.full((int(self.seq["position"].max()) + 1 if len(self) else 0,), float("inf"), dtype=torch.float64)
         high = -low
         low.scatter_reduce_(0, self.seq["position"], self.seq["reward"], "amin")
@@ -182,35 +182,35 @@ class Batch:
         return (high > low)[self.seq["position"]]
 
     def sum_tokens(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum a per-token value over the tokens of each sequence whose loss mask is True: [T] -> [B], float64."""
+        """Sum a per-token value over each sequence's unmasked tokens (loss mask True): [T] -> [B], float64."""
         masked = torch.where(self.token["mask"], x_T, torch.zeros((), dtype=x_T.dtype, device=self.device)).double()
         return torch.zeros(len(self), dtype=torch.float64, device=self.device).index_add_(0, self.seq_index, masked)
 
     def of_last(self, x_B: torch.Tensor) -> torch.Tensor:
-        """Return, for each sequence, the value that the last path of its episode has: [B] -> [B]."""
+        """Give each sequence the value of its episode's last path: [B] -> [B]."""
         return x_B[self.lasts][self.episode]
 
     def sum_episodes(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Sum `sum_tokens` over each episode; all sequences of an episode get its sum: [T] -> [B], float64."""
+        """Sum `sum_tokens` over each episode and give the total to all its sequences: [T] -> [B], float64."""
         sums = torch.zeros(len(self.firsts), dtype=torch.float64, device=self.device)
         return sums.index_add_(0, self.episode, self.sum_tokens(x_T))[self.episode]
 
     def select(self, index: torch.Tensor) -> "Batch":
-        """Return the sequences with the indices `index` (int64 [m]), in the order of `index`."""
+        """Return the sequences at the indices `index` (int64 [m]), in that order."""
         return from_table(select(to_table(self), index))
 
     def kept(self, which_B: torch.Tensor) -> "Batch":
-        """Return the sequences for which which_B, bool [B], is True; if it is True for all, they share `plans`."""
+        """Return the sequences where which_B, bool [B], is True; the result shares `plans` if all are kept."""
         return self.like() if bool(which_B.all()) else self.select(torch.nonzero(which_B).flatten())
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with copies of all tensors on `device`, which need not be there yet."""
+        """Copy the batch to `device` asynchronously."""
         out = Batch(*to_device((self.lengths, self.token, self.seq), device))
         out.host = self.host
         return out
 
     def like(self, **token: torch.Tensor) -> "Batch":
-        """Return a batch of the same sequences, with further token columns, that shares `plans`."""
+        """Return a batch of the same sequences with additional token columns; it shares `plans`."""
         out = Batch(self.lengths, self.token | token, dict(self.seq))
         out.plans = self.plans
         return out

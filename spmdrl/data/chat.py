@@ -1,4 +1,4 @@
-"""Renders and tokenizes a prompt (text or chat messages) that a policy continues, and chooses the chat template."""
+"""Chooses the chat template, and renders and tokenizes prompts (text or chat messages)."""
 
 from datetime import date, datetime
 from pathlib import Path
@@ -12,13 +12,13 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML template that renders exactly the messages given (templates of some models insert a system message)."""
+"""ChatML template that renders exactly the given messages (some models' templates insert a system message)."""
 
 
 def template_text(value: str) -> str:
-    """Return the jinja text for the name `chatml` or the path of a `.jinja` file; return any other value unchanged.
+    """Resolve the name `chatml` or the path of a `.jinja` file to jinja text; return any other value unchanged.
 
-    value: the setting `--data.chat-template`, which may also be a template's text, or a name that the tokenizer knows.
+    value: the setting `--data.chat-template`, which can also be a template's text or the name of a tokenizer template.
 
     Raises ValueError if the file cannot be read.
     """
@@ -33,12 +33,13 @@ def template_text(value: str) -> str:
 
 
 def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str:
-    """Return the chat template, chosen among several named ones as transformers does; empty if there is none.
+    """Return the chat template, chosen from named ones like in transformers, or an empty string if there is none.
 
-    given: the text of a template, or the name of one of the tokenizer's; empty to use the tokenizer's own.
+    given: a template's text or the name of a tokenizer template; empty for the tokenizer's default.
     tools: True if the dialogue has tools.
 
-    Raises ValueError if all templates have names and none is default, or if `given` is neither a name nor a template.
+    Raises ValueError if there are only named templates and none is the default, or if `given` is neither a name nor a
+    template.
     """
     own = getattr(tokenizer, "chat_template", None)
     if given:
@@ -57,7 +58,7 @@ def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str
 def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
     if isinstance(templates, dict) and given in templates:
         return templates[given]
-    # A template inserts parts of a dialogue by braces, so a text without a brace is not a template.
+    # Templates insert parts of a dialogue with braces, so a string without a brace is not a template.
     if "{" in given:
         return given
     if isinstance(templates, dict):
@@ -71,21 +72,22 @@ def _given_template(templates: str | dict[str, str] | None, given: str) -> str:
 
 
 class Today:
-    """The date that a chat template shows as the current date, unless a variable of the template gives another."""
+    """The date that chat templates show as the current date, unless a template variable overrides it."""
 
     first: date | None = None
-    """The day of the run's first start, so that a resume renders the same tokens; None for the day of rendering."""
+    """The day on which the run first started, so that a resumed run renders the same tokens; None for the current
+    day."""
 
 
 def variables(more: dict[str, Any]) -> dict[str, Any]:
-    """Return the template variables `more`, with the function by which templates write the date if the date is set."""
+    """Return the template variables `more`, plus the function that returns the date if the date is fixed."""
     given = more.get(DATE)
     day = date.fromisoformat(given) if isinstance(given, str) else Today.first
     return more | ({DATE: datetime(day.year, day.month, day.day).strftime} if day else {})
 
 
 def as_messages(prompt: str | list[dict]) -> list[dict]:
-    """Return a prompt as chat messages: a text becomes one message of the user."""
+    """Return a prompt as chat messages: a string becomes one user message."""
     return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
@@ -100,16 +102,16 @@ def encode(
     tools: list | None = None,
     more: dict[str, Any] | None = None,
 ) -> tuple[list[int], str]:
-    """Return the tokens of a prompt, and the text that they encode.
+    """Tokenize a prompt; return its tokens and the text that they encode.
 
     prompt: text, or messages `{"role": ..., "content": ...}`, the last of which the policy answers. system: text of a
-    system message that is put first, unless it is empty. prefill: beginning of the reply, appended as text. chat: `on`,
-    `off` or `auto` (on if there is a template). chat_template: jinja text (`template_text`) instead of the tokenizer's
-    template. tools: JSON schemas of tools, for the template. more: variables of the template.
+    system message to prepend, or empty for none. prefill: beginning of the reply, appended as text. chat: `on`, `off`
+    or `auto` (on if there is a template). chat_template: jinja text (`template_text`) that overrides the tokenizer's
+    template. tools: JSON schemas of tools, for the template. more: template variables.
 
-    A text rendered by a template contains all special tokens, so none are added. Without a template, the tokenizer adds
-    special tokens at the front. If the tokenizer appends an end token, it is removed, because the policy continues the
-    text. Raises ValueError if prompt, template and settings do not fit together.
+    Text rendered by a template already contains all special tokens, so none are added. Without a template, the
+    tokenizer prepends special tokens; an end token that it appends is removed, because the policy continues the text.
+    Raises ValueError if prompt, template and settings are incompatible.
     """
     has_template = bool(chat_template or getattr(tokenizer, "chat_template", None))
     if chat not in ("auto", "on", "off"):

@@ -1,9 +1,9 @@
-"""Separates the text of messages from the control tokens that a chat template writes.
+"""Keeps control tokens in message text apart from the control tokens that a chat template writes.
 
-A message may contain the text of a control token (`<|im_end|>` in the output of a tool). Before messages are rendered,
-a mark is put into each of these texts after its first character, except for the texts in WRITTEN in an assistant's
-message. The rendered text is then tokenized in pieces that end at the marks, so the only control tokens in a piece are
-those that the template writes and those of WRITTEN.
+A message might contain the text of a control token (`<|im_end|>` in a tool's output). Before rendering, a mark is
+inserted after the first character of each such text, except for the texts in WRITTEN in assistant messages. The
+rendered text is then split at the marks and tokenized piece by piece, so the only control tokens in it are those that
+the template writes and those in WRITTEN.
 """
 
 import json
@@ -14,15 +14,15 @@ from typing import Any
 from spmdrl.data.row_columns import strings
 
 MARKS = [chr(code) for code in range(0xF0000, 0xF1000)]
-"""Private-use characters. The first one that no message contains serves as the mark."""
+"""Private-use characters. The first one that no message contains is used as the mark."""
 WRITTEN = ("<think>", "</think>")
-"""Control tokens that the text of an assistant's message may contain, because templates look for them there."""
+"""Control tokens that assistant messages may contain, because templates look for them there."""
 
 
 class Controls:
-    """The control tokens of a tokenizer: special tokens, and other added tokens that occur in the template.
+    """A tokenizer's control tokens: special tokens, and other added tokens that occur in the template.
 
-    All other added tokens (HTML tags), and those that are only white space, count as text.
+    All other added tokens (such as HTML tags), and whitespace-only ones, count as text.
     """
 
     def __init__(self, tokenizer: Any, template: str):
@@ -35,13 +35,13 @@ class Controls:
         self.ids = frozenset(named)
         self._as_in_json = all(json.dumps(word, ensure_ascii=False) == f'"{word}"' for word in words)
         self._id = {str(token): i for i, token in named.items()}
-        # Each piece is tokenized after this token, because some tokenizers put a space before the beginning of a text.
+        # Each piece is tokenized after this token, because some tokenizers insert a space at the start of a text.
         self._before = next((str(token) for token in named.values() if not token.rstrip), "")
 
     def marked(self, messages: list[dict], tools: list | None) -> tuple[list[dict], list | None, str]:
-        """Return messages and tools with a mark inside every text that equals a control token, and the mark.
+        """Insert a mark into every control token in messages and tools; return the messages, the tools and the mark.
 
-        Texts in WRITTEN get no mark in an assistant's message.
+        Texts in WRITTEN get no mark in assistant messages.
         """
         # Almost no message contains a control token. If JSON escapes no character of any control token, one
         # search in the messages' JSON is enough.
@@ -61,16 +61,16 @@ class Controls:
         out, start = [], 0
         while found := self.pattern.search(text, start):
             allowed = found.group() in but
-            # The search continues after the mark, because texts of control tokens may overlap.
+            # The search continues after the mark, because control tokens can overlap.
             cut = found.end() if allowed else found.start() + 1
             out += [text[start:cut], "" if allowed else mark]
             start = cut
         return "".join([*out, text[start:]])
 
     def tokens(self, text: str, mark: str) -> list[int]:
-        """Return the tokens of a rendered text, without adding special tokens.
+        """Tokenize rendered text without adding special tokens.
 
-        Raises ValueError if the tokens contain other control tokens than the template wrote.
+        Raises ValueError if the tokens contain control tokens that the template did not write.
         """
         first, *rest = text.split(mark)
         pieces = self.tokenizer([first, *(self._before + piece for piece in rest)], add_special_tokens=False).input_ids
@@ -82,7 +82,7 @@ class Controls:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply a function to every string in a JSON value, including keys of objects."""
+    """Apply a function to every string in a JSON value, including object keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,14 +1,14 @@
-"""Renders the messages between the turns of a policy as tokens, which follow the tokens that the policy sampled.
+"""Renders the messages between a policy's turns as tokens, to append to the tokens that the policy sampled.
 
-After an assistant's turn the context continues with the text that the chat template puts between the turn and the next
-generation prompt (`turn_tail.py` finds it, and checks that it does not depend on the assistant's words). This text
-begins with the control token that ends the turn, and is tokenized separately.
+After an assistant turn, the context continues with the text that the chat template puts between the turn and the next
+generation prompt (`turn_tail.py` finds it and checks that it does not depend on the assistant's words). This text
+starts with the control token that ends the turn, and is tokenized separately.
 
-Some templates render earlier turns differently once a message follows (those of Qwen3 and gpt-oss omit the turns'
-thoughts). With history "keep" the context continues as it was sampled, and no sampled token is rendered again. With
-"branch" the whole prompt is rendered again if the template changes earlier text.
+Some templates render earlier turns differently once a message follows (those of Qwen3 and gpt-oss drop the thinking).
+With history "keep" the context continues as sampled, and no sampled token is rendered again. With "branch" the whole
+prompt is re-rendered if the template changes earlier text.
 
-Control tokens come only from the template and the policy, never from the text of a message (`controls.py`).
+Control tokens come only from the template and the policy, never from message text (`controls.py`).
 """
 
 import json
@@ -25,38 +25,37 @@ QUESTION = {"role": "user", "content": "Xk" + PROBE}
 ANSWER = {"role": "assistant", "content": STANDINS[0]}
 CALL = {"role": "assistant", "content": "", "tool_calls": [tool_call("tool", {"a": "b"})]}
 TOOL_ANSWER = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": PROBE}
-"""Test messages with which a template is checked before the first conversation."""
+"""Test messages for checking a template before the first conversation."""
 
 
 @dataclass
 class Next:
-    """Tokens with which the context continues after an assistant's turn."""
+    """The continuation of the context after an assistant turn."""
 
     tokens: list[int]
-    """Observed tokens to append to the sampled ones; they end with the generation prompt. Empty if there is a fork."""
+    """Observed tokens to append to the sampled ones, up to and including the generation prompt. Empty on a fork."""
     fork: list[int] | None = None
-    """The whole prompt of the next turn if the template renders earlier text differently, else None."""
+    """The complete prompt of the next turn if the template renders earlier text differently, else None."""
 
 
 @dataclass
 class _Marked(Dialogue):
-    """A dialogue with `mark` inside every text that equals a control token (`controls.py`)."""
+    """A dialogue with `mark` inserted into every control token in its text (`controls.py`)."""
 
     mark: str = ""
 
 
 class Conversation:
-    """Renders the messages of conversations as tokens, by one tokenizer and one chat template."""
+    """Renders conversation messages as tokens, with one tokenizer and one chat template."""
 
     def __init__(self, tokenizer: Any, template: str = "", history: str = "keep", more: dict | None = None):
         """Check that the template can render conversations.
 
-        template: jinja text that replaces the tokenizer's template. history: "keep" appends to the context as it was
-        sampled; "branch" begins a branch if the template renders earlier messages differently. more: variables of the
-        template.
+        template: jinja text that overrides the tokenizer's template. history: "keep" appends to the context as sampled;
+        "branch" starts a branch if the template renders earlier messages differently. more: template variables.
 
-        Raises ValueError if the history has another value, or, naming the template, if the template cannot continue a
-        test conversation. With "keep", it must also be certain which text the template puts between two turns.
+        Raises ValueError for any other history value, or if the template cannot continue a test conversation. With
+        "keep", also if the text that the template puts between two turns is ambiguous.
         """
         if history not in ("keep", "branch"):
             raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
@@ -87,7 +86,7 @@ class Conversation:
 
     @cached_property
     def rewrites(self) -> bool:
-        """True if the template renders an earlier turn differently once a user or a tool has answered."""
+        """True if the template renders an earlier turn differently once a user or tool message follows."""
         thought = {"reasoning_content": STANDINS[1]}
         ends = [([QUESTION], answer, [QUESTION]) for answer in (ANSWER, ANSWER | thought)]
         ends += [([QUESTION], CALL | thought, [TOOL_ANSWER])]
@@ -109,7 +108,7 @@ class Conversation:
 
     @property
     def no_tools(self) -> str:
-        """A sentence that advises what to do if the template does not show the tools."""
+        """Advice for the case that the template does not show the tools."""
         return (
             f"{self.name} does not show the tools: choose with --data.chat-template one that does, or set `calls` in "
             "the YAML file of --env to the form in which the policy calls tools without seeing them"
@@ -118,12 +117,12 @@ class Conversation:
     def begin(self, messages: list[dict], tools: list | None = None, hidden: bool = False) -> list[int]:
         """Return the tokens of the first prompt, which end with the generation prompt.
 
-        messages: the policy answers the last one. tools: OpenAI function schemas. With tools, this method
-        checks that the prompt shows each of them and that the conversation can continue after a call. hidden: True if
-        the template may leave the tools out.
+        messages: all messages so far; the policy answers the last one. tools: OpenAI function schemas. With tools, this
+        method checks that the prompt shows each of them and that the conversation can continue after a call. hidden:
+        True if the template may omit the tools.
 
-        Raises ValueError if there are no messages, if the last one is an assistant's, or if the template refuses the
-        messages, leaves out a tool or a message that is not an assistant's, or cannot continue after a call.
+        Raises ValueError if there are no messages, if the last one is an assistant message, or if the template rejects
+        the messages, omits a tool or a non-assistant message, or cannot continue after a call.
         """
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a conversation must begin with messages, and the last one must not be an assistant's")
@@ -142,19 +141,19 @@ class Conversation:
     def next(
         self, messages: list[dict], assistant: dict, tools: list | None, tokens: list[int], ended: bool, new: list[dict]
     ) -> Next:
-        """Return the tokens that follow an assistant's turn.
+        """Return the tokens that follow an assistant turn.
 
         messages: all messages before the turn. assistant: the turn as a message, `{"role": "assistant", "content"}`
         with `tool_calls` and `reasoning_content` if it has any; history "keep" reads only the names and ids of its
-        calls. tokens: the sampled tokens of the turn. ended: True if the last of them ends the turn. new: the messages
-        that follow, from tools, the user or the system.
+        calls. tokens: the turn's sampled tokens. ended: True if the last of them ends the turn. new: the tool, user or
+        system messages that follow.
 
-        If the turn ended with another token than the template's, the context continues after that token. If the turn
-        did not end, the missing end is appended as observed tokens. If the template refuses the turn as a message,
+        If the turn ended with a different token than the template's, the context continues after that token. If the
+        turn did not end, the missing end is appended as observed tokens. If the template rejects the turn as a message,
         `Next.fork` is None.
 
-        Raises ValueError if there are no new messages, if the last one is an assistant's, or if the template refuses
-        them or does not show them after the turn.
+        Raises ValueError if there are no new messages, if the last one is an assistant message, or if the template
+        rejects them or does not show them after the turn.
         """
         if not new or new[-1]["role"] == "assistant":
             raise ValueError("a turn must be followed by messages, and the last one must not be an assistant's")
@@ -186,9 +185,9 @@ class Conversation:
         return _Marked(messages, tools, self.more, mark)
 
     def _check_shown(self, marked: _Marked) -> None:
-        """Raise TemplateError if the template leaves out a message that is not an assistant's.
+        """Raise TemplateError if the template omits a non-assistant message.
 
-        Each sequence of roles and numbers of calls is checked only once.
+        Each combination of roles and call counts is checked only once.
         """
         messages, tools = marked.messages, marked.tools
         key = (tuple((m["role"], len(m.get("tool_calls") or [])) for m in messages), bool(tools))
@@ -202,7 +201,7 @@ class Conversation:
         self._shown.add(key)
 
     def _check_tools(self, marked: _Marked) -> None:
-        """Raise ValueError if the prompt leaves out a tool. Each pair of roles and tool count is checked once."""
+        """Raise ValueError if the prompt omits a tool. Each pair of roles and tool count is checked only once."""
         messages, tools = marked.messages, marked.tools or []
         key = (tuple(m["role"] for m in messages), len(tools))
         if key in self._tools_shown:
@@ -215,7 +214,7 @@ class Conversation:
         self._tools_shown.add(key)
 
     def _proved(self, marked: _Marked, turn: int) -> tuple[Tail | None, TemplateError | None]:
-        """Return the `Tail` by the first form in SHAPES that the template accepts, or None and the last error."""
+        """Return the `Tail` for the first form in SHAPES that the template accepts, or None and the last error."""
         messages = marked.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
@@ -233,11 +232,11 @@ class Conversation:
         return None, refusal
 
     def _changed(self, marked: _Marked, turn: int, tail: Tail | None, sampled_text: str | None) -> str | None:
-        """Return the text of the next prompt if the template renders earlier text differently in it, else None.
+        """Return the next prompt's text if the template renders earlier text differently in it, else None.
 
         Without a tail, the text is always returned.
-        sampled_text: text of the sampled turn without its end. A prompt that shows this text counts as unchanged. A
-        prompt that does not show the turn's thought counts as changed.
+        sampled_text: text of the sampled turn without its end token. A prompt that shows this text counts as unchanged.
+        A prompt that does not show the turn's thought counts as changed.
         """
         text, before = self.render(marked, True), self.render(marked.upto(turn), True)
         if tail is None or not text.startswith(before):
@@ -262,7 +261,7 @@ class Conversation:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _appended(self, tail: Tail, mark: str, tokens: list[int], ended: bool) -> list[int]:
-        """Return the tokens to append after a sampled turn: the tail's, without those that the turn ends with."""
+        """Return the tokens to append after a sampled turn: the tail's, except those that the turn already has."""
         ids, end = self.controls.tokens(tail.text, mark), self._end(tail.text[: tail.closing], mark)
         leading = next((i for i, token in enumerate(ids) if token not in self.controls.ids), len(ids))
         if ended and tokens and tokens[-1] in ids[:leading]:
@@ -272,7 +271,7 @@ class Conversation:
         return ids[next((n for n in range(len(end), 0, -1) if tokens[-n:] == end[:n]), 0) :]
 
     def _end(self, text: str, mark: str) -> list[int]:
-        """Return the tokens of the text that ends a turn; they are cached, because a template has few such texts."""
+        """Tokenize the text that ends a turn, with a cache, because a template has few such texts."""
         if (text, mark) not in self._closings:
             self._closings[text, mark] = self.controls.tokens(text, mark)
         return self._closings[text, mark]

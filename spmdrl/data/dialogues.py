@@ -1,11 +1,11 @@
-"""Reads rows of supervised data as dialogues or plain text, in the forms in which data sets are published.
+"""Reads supervised rows as dialogues or plain text, in the formats of published data sets.
 
 - Messages: `{"role", "content"}` (OpenAI, Hugging Face, verl's multi-turn parquet) or ShareGPT's `{"from", "value"}`.
 - A prompt and a completion, each text or messages (TRL, verl's single-turn parquet, Alpaca's `instruction`, `input`,
   `output`).
 - One column of text.
 
-Further columns (`row_columns.py`) give a system message, earlier exchanges, tools, and variables of the chat template.
+Other columns (`row_columns.py`) hold a system message, earlier exchanges, tools, and chat template variables.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "
 PROMPTS = ("prompt", "instruction", "question", "query")
 COMPLETIONS = ("completion", "response", "output", "answer")
 TEXTS = ("text", "content")
-"""Usual names of columns; the first one that a row has is read."""
+"""Common column names; the first one that a row has is read."""
 ROLES = {
     **{name: "user" for name in ("user", "human", "prompter")},
     **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model", "bing", "function_call")},
@@ -39,14 +39,14 @@ ROLES = {
 }
 """Role in a file -> role in a template."""
 TRAINED = ("loss", "weight", "train", "trainable")
-"""Fields of a message that choose whether it is trained on: 1 or 0, true or false."""
+"""Message fields that determine whether the message is trained on: 1 or 0, true or false."""
 FIELDS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS)
-"""Further fields of a message that templates read."""
+"""Other message fields that templates read."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; an empty name means the usual names (MESSAGES, PROMPTS, COMPLETIONS, TEXTS)."""
+    """Column names; an empty name stands for the common names (MESSAGES, PROMPTS, COMPLETIONS, TEXTS)."""
 
     messages: str = ""
     prompt: str = ""
@@ -57,25 +57,25 @@ class Columns:
 
 @dataclass
 class Example:
-    """One row of supervised data: a dialogue, or a plain text that may follow a prompt."""
+    """One supervised row: a dialogue, or plain text that may follow a prompt."""
 
     dialogue: Dialogue | None = None
     trained: list[bool | None] = field(default_factory=list)
-    """For each message: True or False if the row chooses whether it is trained on, else None."""
+    """For each message, whether it is trained on, or None if the row does not say."""
     before: list[dict] = field(default_factory=list)
-    """Messages before the prompt, for a template: a system message and earlier exchanges."""
+    """Messages that a template renders before the prompt: a system message and earlier exchanges."""
     tools: list | None = None
     more: dict[str, Any] = field(default_factory=dict)
-    """Tools and template variables (`more`) for a prompt and a completion that are both texts."""
+    """Tools and template variables (`more`), if prompt and completion are both plain text."""
     prompt: str = ""
     text: str = ""
-    """The plain text, or the completion that follows the prompt; the prompt is not part of it."""
+    """The plain text, or the completion without the prompt."""
     plain: bool = False
-    """True if the text is a transcript, which no template renders unless `--data.chat` is on."""
+    """True if the text is a transcript, which is rendered with a template only if `--data.chat` is on."""
 
 
 def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Example:  # noqa: B008 (frozen)
-    """Read one row of supervised data. system: a system message for dialogues that have none.
+    """Read one supervised row. system: system message for dialogues that have none.
 
     Raises RowError if the row has none of the supported forms, or if a field is malformed.
     """
@@ -104,10 +104,10 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
 
 
 def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
-    """Return the value of a column; `outer.inner` names a key in a column.
+    """Return a column's value; `outer.inner` refers to a key in a column.
 
-    name: the column; if it is empty, the first of the `usual` columns that the row has is returned, or None if it has
-    none. Raises RowError if the row has no column of that name, or no value in it.
+    name: the column; if empty, the first of the `usual` columns that the row has, or None if it has none. Raises
+    RowError if the row has no column of that name, or the column has no value.
     """
     if not name:
         return next((row[each] for each in usual if each in row), None)
@@ -120,16 +120,16 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
 
 
 def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
-    """Return the example of a prompt and its completion, of which only the completion is trained on.
+    """Return an example with a prompt and its completion; only the completion is trained on.
 
-    Raises RowError if one is neither text nor messages, or if the completion is empty.
+    Raises RowError if either is neither text nor messages, or if the completion is empty.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
         before, after = [*earlier(row), *messages_of(first)], messages_of(last)
         example = dialogue_of(row, [*before, *after], columns, system)
-        # The prompt may contain turns of an assistant, but only the completion is trained on.
+        # The prompt might contain assistant turns, but only the completion is trained on.
         added = len(example.trained) - len(before) - len(after)
         example.trained[: added + len(before)] = [False] * (added + len(before))
         return example
@@ -145,16 +145,16 @@ def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: s
 
 
 def as_dialogue(example: Example, system: str = "") -> Example:
-    """Return a prompt and its completion as a dialogue for a template; earlier answers in it are trained on, too."""
+    """Convert a prompt and its completion to a dialogue for a template; earlier answers in it are trained on, too."""
     messages = with_system({}, example.before, system)
     messages = [*messages, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
     return Example(Dialogue(messages, example.tools, example.more), [None] * len(messages))
 
 
 def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) -> Example:
-    """Return a dialogue with the tools and variables of its row, and for each message whether it is trained on.
+    """Return a dialogue with its row's tools and variables, and whether each message is trained on.
 
-    Raises RowError if an assistant's turn is empty, or if a field of TRAINED, the tools or the variables are malformed.
+    Raises RowError if an assistant turn is empty, or if a field in TRAINED, the tools or the variables are malformed.
     """
     messages = with_system(row, messages, system)
     tools, more = tools_of(row, columns.tools), variables_of(row)
@@ -167,9 +167,9 @@ def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) 
 
 
 def earlier(row: dict) -> list[dict]:
-    """Return the messages of the column `history`; empty if the row has none.
+    """Return the messages in the column `history`, or an empty list if the row has none.
 
-    Raises RowError if the column holds neither messages nor pairs of a question and its answer.
+    Raises RowError if the column contains neither messages nor question-answer pairs.
     """
     found = listed(row.get(HISTORY))
     if not found:
@@ -190,7 +190,7 @@ def _has_text(content: Any) -> bool:
 
 
 def messages_of(found: Any) -> list[dict]:
-    """Return messages with the roles that templates use. Raises RowError if a message is malformed."""
+    """Convert messages to the roles that templates use. Raises RowError if a message is malformed."""
     found = listed(found)
     if not isinstance(found, list) or not found:
         raise RowError(f"its messages are {kind_of(found)}, not a list of messages")
@@ -220,7 +220,7 @@ def _message(i: int, message: Any) -> dict:
         raise RowError(f"the content of message {i} is {kind_of(content)}, not text")
     if isinstance(content, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         raise RowError(f"message {i} has parts that are not text, which is not supported")
-    # An assistant's message may consist of tool calls alone, and a tool's answer may be empty. Others need text.
+    # An assistant message may consist only of tool calls, and a tool's answer may be empty. All others need text.
     if role not in ("assistant", "tool") and not _has_text(content):
         raise RowError(f"message {i} ({role}) is empty")
     return out | {"content": content}

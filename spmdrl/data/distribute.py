@@ -1,4 +1,4 @@
-"""Distributes the episodes of a batch over ranks and optimizer steps, and gathers rows of all ranks."""
+"""Distributes a batch's episodes over ranks and optimizer steps, and gathers rows from all ranks."""
 
 import torch
 
@@ -10,26 +10,26 @@ from spmdrl.spmd.world import World
 
 
 def balance(batch: Batch, world: World) -> Batch:
-    """Give all data positions (`World.holders`) about equal work in every optimizer step. Collective over the world.
+    """Balance the work of every optimizer step across data positions (`World.holders`). Collective over the world.
 
-    Every sequence must be in the batch of exactly one rank. The ranks of a data position return the same share of the
+    Every sequence must be in exactly one rank's batch. All ranks of a data position return the same share of the
     sequences; ranks without a data position return an empty batch. All paths of an episode go to the same data
-    position. `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost in that step.
-    Both are computed from the data, and only the cost may be an estimate (law 2). If prompts are shared,
-    `seq["common"]` (int64) is the part of the work that is done once for all samples of a prompt on a rank. If the
-    batch has `seq["unit"]`, all sequences with the same `seq["position"]` go to the same data position.
+    position. `seq["update"]` is the optimizer step that uses a sequence, and `seq["work"]` (int64) its cost in that
+    step. Both are computed from the data, and only the cost may be an estimate (law 2). If prompts are shared,
+    `seq["common"]` (int64) is the part of the work that a rank does once for all samples of a prompt. If the batch has
+    `seq["unit"]`, all sequences with the same `seq["position"]` go to the same data position.
     """
     return distribute(batch, world.holders, Peers(world.group, world.device))
 
 
 def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
-    """Balance a batch as `balance` does, over the ranks of a group. Collective.
+    """Balance a batch like `balance`, over the ranks of a group. Collective.
 
-    holders: int64 [data positions, copies], the group ranks that receive the share of each data position.
+    holders: int64 [data positions, copies], the group ranks that receive each data position's share.
     """
     positions, copies = holders.shape
     table = to_table(batch)
-    # Every rank receives all keys, so if these columns are part of the keys, all ranks compute the same plan.
+    # Every rank receives all keys, so all ranks compute the same plan if these columns are among the keys.
     shared, bound = "common" in batch.seq, "unit" in batch.seq
     seq = batch.seq | batch.identity
     plan = [seq[name] for name in ("paths", "update", "work", *(["common"] if shared else []))]
@@ -58,10 +58,10 @@ def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
 
 
 def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -> Batch:
-    """Assign all samples of a prompt to one optimizer step; each step gets equally many prompts, in `order`.
+    """Assign all samples of a prompt to one optimizer step; each step gets the same number of prompts, in `order`.
 
-    order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. Replayed
-    sequences have positions of `prompts` or more, which count modulo `prompts`.
+    order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step) and the same on every rank. Replayed
+    sequences have positions of `prompts` or more, which are taken modulo `prompts`.
     """
     step_of = torch.zeros(prompts, dtype=torch.int64)
     step_of[torch.tensor(order)] = torch.arange(prompts) * updates // prompts
@@ -72,11 +72,11 @@ def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -
 def gather_rows(
     batch: Batch, seq_n: torch.Tensor, columns_nK: torch.Tensor, peers: Peers
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather from all ranks the rows of a table of numbers, in the order of their sequences' samples. Collective.
+    """Gather numeric rows from all ranks, in the sample order of their sequences. Collective.
 
-    seq_n: int64 [n] ascending, the sequence of each row in `batch`; rows of one sequence keep their order. columns_nK:
-    float64 [n, K]. Returns all rows, float64 [N, K], the same on every rank, and the indices of this rank's rows among
-    them, int64 [n].
+    seq_n: int64 [n] ascending, index in `batch` of each row's sequence; rows of one sequence keep their order.
+    columns_nK: float64 [n, K]. Returns all rows, float64 [N, K], the same on every rank, and the indices of this rank's
+    rows in them, int64 [n].
     """
     keys = batch.keys[seq_n].double()
     rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))

@@ -1,11 +1,11 @@
-"""An episode, the unit of experience: one sample of one prompt, made by an engine and an environment.
+"""An episode, the unit of experience: one sample of one prompt, produced by an engine and an environment.
 
-An episode is a list of segments: the prompt, and for each turn the tokens that the policy sampled and those that it
-then observed. A response that was continued in a later step has a segment for each version of the weights.
+An episode is a list of segments: the prompt, and for each turn the tokens that the policy sampled and then observed. A
+response that was continued in a later step has one segment per weight version.
 
-The segments form a tree that only grows: each segment is a root or follows an earlier one. A turn begins a
-branch if the history that the policy sees was rewritten or shortened; tokens that branches have in common are stored
-once. A path leads from a root to a leaf; an episode that never branches has a single path.
+The segments form a tree that only grows: each segment is a root or follows an earlier one. A turn starts a branch if
+the history that the policy sees was rewritten or shortened; tokens shared by branches are stored once. A path leads
+from a root to a leaf; an episode that never branches has a single path.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from spmdrl.data.segment import BY_PATH, NONE, PREVIOUS, STATES, Segment, prompt
 __all__ = ["FINISH_REASONS", "STATES", "Episode", "Segment", "episode_of", "prompt_segment", "segments_of"]
 
 FINISH_REASONS = ("stop", "length", "abort", "turns", "time")
-"""Reasons for the end of an episode. `stop`: end token, stop string or the environment; `length`: limit on tokens;
-`abort`: cut off by the caller or by a failure of the environment; `turns`, `time`: limits on turns and on time."""
+"""Reasons why an episode ended. `stop`: end token, stop string or the environment; `length`: token limit; `abort`:
+stopped by the caller or by an environment failure; `turns`, `time`: turn limit and time limit."""
 
 
 @dataclass
 class Episode:
     """One sample of one prompt: observed and sampled tokens, and their reward.
 
-    The current path is the one that is being continued; it ends with the last segment and has L tokens. The episode's
-    length and its per-token properties are those of this path.
+    The current path is the one being continued; it ends with the last segment and has L tokens. The episode's length
+    and per-token properties refer to this path.
     """
 
     prompt: int
@@ -37,38 +37,37 @@ class Episode:
     sample: int
     """Index of the sample in its group."""
     position: int
-    """Number of this draw of a prompt among all draws of the run; in the batch of a step, its number among the draws of
-    the step, from 0 to prompts_per_step - 1. It distinguishes two draws of the same prompt."""
+    """Index of this prompt draw among all draws of the run; in a step's batch, its index among that step's draws, from
+    0 to prompts_per_step - 1. It distinguishes two draws of the same prompt."""
     segments: list[Segment]
-    """The segments in order of creation; the first one begins with the prompt."""
+    """The segments in order of creation; the first one starts with the prompt."""
     finish: str = ""
     """One of FINISH_REASONS; empty until the episode ends."""
     reward: float = 0.0
-    """Sum of the rewards of all turns and the final reward."""
+    """Sum of all turn rewards and the final reward."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward. A missing part counts as 0 only if the grading timed out."""
+    """Named reward parts. A missing part counts as 0 only if grading timed out."""
     timed_out: bool = False
-    """True if the grading of the episode was stopped (`Reward.timed_out`)."""
+    """True if grading the episode timed out (`Reward.timed_out`)."""
     ungraded: bool = False
-    """True if the episode could not be graded (`Reward.ungraded`): its reward is nan."""
+    """True if the episode could not be graded (`Reward.ungraded`); its reward is then nan."""
     why: str = ""
-    """Reason why the environment left the episode out of training; set only on the rank that ran the environment."""
+    """Reason why the environment excluded the episode from training; set only on the rank that ran the environment."""
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, or 0 if none was sampled."""
     given: float | None = None
-    """Sum of all rewards from the environment; None without an environment, or before the episode's end."""
+    """Sum of all rewards from the environment, or None without an environment or before the episode ends."""
     unanswered: str = ""
     """Finish reason of a response that the environment has not answered yet; empty if no response is waiting."""
     conversation: Any = None
-    """State of the conversation with the environment (`rl.conversation_state`), on the rank that runs it; None at the
-    episode's end."""
+    """State of the conversation with the environment (`rl.conversation_state`) on the rank that runs it; None once the
+    episode has ended."""
     phase: str = ""
     """Stage of the episode: `opening` (its environment prepares the prompt), `sampling` (the engine samples it),
     `answering` (its environment prepares an answer), `grading`, `graded`; empty before the engine has room for it."""
     experts: torch.Tensor | None = None
-    """int16 [n, W]: the experts, layer by layer, to which each of the first n tokens was routed; -1 if unknown. The
-    tokens are those of all segments end to end; the experts of tokens after the first n are unknown. W:
-    `hub.routing.Experts.width`."""
+    """int16 [n, W]: expert ids, layer by layer, that each of the first n tokens was routed to, or -1 if unknown. Tokens
+    are numbered through all segments in order; routing after the first n is unknown. W: `hub.routing.Experts.width`."""
 
     def __post_init__(self):
         assert self.finish in ("", *FINISH_REASONS), self.finish
@@ -79,12 +78,12 @@ class Episode:
     # ── the tree ─────────────────────────────────────────────────────────────
 
     def before(self, index: int) -> int:
-        """Return the index of the segment that a segment follows, -1 for none."""
+        """Return the index of the segment that a segment follows, or -1 if there is none."""
         after = self.segments[index].after
         return index - 1 if after == PREVIOUS else max(after, -1)
 
     def path_to(self, index: int) -> list[int]:
-        """Return the indices of the segments on the path from a root to segment `index`; an empty list for -1."""
+        """Return the segment indices on the path from a root to segment `index`; empty for -1."""
         path = []
         while index >= 0:
             path.append(index)
@@ -93,16 +92,16 @@ class Episode:
 
     @property
     def path(self) -> list[int]:
-        """Indices of the segments of the current path."""
+        """Segment indices of the current path."""
         return self.path_to(len(self.segments) - 1)
 
     def paths(self) -> list[list[int]]:
-        """Return the segment indices of every path, in the order in which the paths' last segments were created."""
+        """Return the segment indices of every path, ordered by the creation of the path's last segment."""
         followed = {self.before(i) for i in range(len(self.segments))}
         return [self.path_to(i) for i in range(len(self.segments)) if i not in followed]
 
     def along(self, pick: Callable[[Segment], torch.Tensor], path: list[int] | None = None) -> torch.Tensor:
-        """Concatenate the tensors that `pick` returns for the segments of a path. path: None for the current one."""
+        """Concatenate the tensors that `pick` returns for a path's segments. path: None for the current path."""
         return torch.cat([pick(self.segments[i]) for i in (self.path if path is None else path)])
 
     # ── tokens of the current path ───────────────────────────────────────────
@@ -141,18 +140,18 @@ class Episode:
 
     @property
     def opening(self) -> int:
-        """The number of segments of the prompt, which has several if branches begin inside it."""
+        """The number of prompt segments; there are several if branches start inside the prompt."""
         rest = (i for i, s in enumerate(self.segments) if s.sampled or s.turn)
         return next(rest, len(self.segments))
 
     @property
     def generated(self) -> int:
-        """The number of tokens after the prompt, in all branches together."""
+        """The number of tokens after the prompt, over all branches."""
         return sum(len(s) for s in self.segments[self.opening :])
 
     @property
     def turn_rewards(self) -> float:
-        """Sum of the rewards of all turns, without the final reward."""
+        """Sum of all turn rewards, without the final reward."""
         return sum(s.reward for s in self.segments)
 
     @property
@@ -172,11 +171,11 @@ class Episode:
     def add_observed(
         self, tokens: list[int], state: int | None = None, after: int | None = None, parent: int = BY_PATH
     ) -> None:
-        """Append an answer of the environment, which begins a turn.
+        """Append an environment response, which starts a turn.
 
-        state: number of the state that the tokens show; None: computed from all tokens of the path. after: index of the
-        segment that the tokens follow, None for the last one, NONE to begin a new root; after any other segment the
-        tokens begin a branch (`cut` returns the segment that ends after a given token). parent: as in `Segment`.
+        state: id of the state that the tokens show, or None to compute it from all tokens of the path. after: index of
+        the segment that the tokens follow, None for the last one, or NONE to start a new root; following any other
+        segment starts a branch (`cut` returns the segment that ends after a given token). parent: as in `Segment`.
 
         Raises ValueError if there are no tokens, if a token is negative, or if state, after or parent is out of range.
         """
@@ -199,11 +198,11 @@ class Episode:
         self.segments.append(Segment(observed, None, 0, turn, state, place, parent))
 
     def fork(self, prompt: list[int], state: int | None = None) -> int:
-        """Begin a turn with a complete prompt, because its history was rewritten; return the number of shared tokens.
+        """Start a turn with a complete prompt, because its history was rewritten; return the number of shared tokens.
 
-        Tokens that the prompt has in common with the beginning of a path are shared with that path, except for the
-        prompt's last token; the others are observed. The parent of the turn is the turn that was sampled last. A prompt
-        that continues the current path extends it. state: as in `add_observed`.
+        The prompt shares its longest common prefix with a path, except for the prompt's last token; the remaining
+        tokens are observed. The turn's parent is the turn that was sampled last. A prompt that continues the current
+        path extends it. state: as in `add_observed`.
 
         Raises ValueError if the prompt is empty, or a token is negative.
         """
@@ -217,23 +216,23 @@ class Episode:
         return shared
 
     def _closest(self, prompt: torch.Tensor) -> tuple[int, int]:
-        """Return the length of the longest beginning that the prompt shares with a path, and the last segment in it."""
+        """Return the length of the longest prefix that the prompt shares with a path, and the last segment in it."""
         found, ends = (0, -1), {-1: 0}
         for i, s in enumerate(self.segments):
             start = ends.get(self.before(i))
             if start is not None:
                 same = shared_length(s.tokens, prompt[start:])
-                # Among equally long beginnings the latest segment is chosen, to extend the current path if possible.
+                # Among prefixes of equal length, choose the latest segment, to extend the current path if possible.
                 found = max(found, (start + same, i))
                 if same == len(s):
                     ends[i] = start + same
         return found
 
     def cut(self, tokens: int, path: list[int] | None = None) -> int:
-        """Return the index of the segment of a path that ends after `tokens` tokens; if none does, cut one in two.
+        """Return the index of the path segment that ends after `tokens` tokens; split a segment if none does.
 
-        The later part keeps the reward. path: None for the current one.
-        Raises ValueError unless `tokens` is at least 1 and at most the length of the path.
+        The later part keeps the reward. path: segment indices, or None for the current path.
+        Raises ValueError unless `tokens` is between 1 and the length of the path.
         """
         end, path = 0, self.path if path is None else path
         for index in path:
@@ -245,25 +244,25 @@ class Episode:
         raise ValueError(f"a path of length {end} can be cut after token 1 to {end}, not after {tokens}")
 
     def _cut(self, index: int, at: int) -> None:
-        """Cut a segment after `at` of its tokens; the segments that followed it then follow the later part."""
+        """Split a segment after its first `at` tokens; the segments that followed it then follow the later part."""
         s = self.segments[index]
         logp = (None, None) if s.logp is None else (s.logp[:at], s.logp[at:])
         parts = [
             replace(s, tokens=s.tokens[:at], logp=logp[0], reward=0.0),
             replace(s, tokens=s.tokens[at:], logp=logp[1], after=PREVIOUS),
         ]
-        # Other episodes may share these segments, so they are replaced, not modified.
+        # Other episodes might share these segments, so they are replaced instead of modified.
         later = [replace(x, after=x.after + 1) if x.after >= index else x for x in self.segments[index + 1 :]]
         self.segments[index:] = parts + later
 
     def add_reward(self, reward: float) -> None:
-        """Add the reward that the environment gave for the last response."""
+        """Add the environment's reward for the last response."""
         index = max(i for i, s in enumerate(self.segments) if s.sampled)
         s = self.segments[index]
         self.segments[index] = replace(s, reward=s.reward + reward)
 
     def add_experts(self, experts: torch.Tensor) -> None:
-        """Record the experts, int16 [n, W], of the first n tokens of the current path.
+        """Record the routed experts, int16 [n, W], of the first n tokens of the current path.
 
         Rows that `experts` already has are not overwritten.
         """
@@ -277,7 +276,7 @@ class Episode:
         self.experts = out
 
     def rows(self, path: list[int]) -> torch.Tensor:
-        """Return, for each token of a path, its index among the tokens of all segments end to end, int64 [L]."""
+        """Return each path token's index into the concatenated tokens of all segments, int64 [L]."""
         starts = [0]
         for s in self.segments:
             starts.append(starts[-1] + len(s))
@@ -295,6 +294,6 @@ def episode_of(
     finish: str = "stop",
     **more: Any,
 ) -> Episode:
-    """Create an episode from columns, each [L] (`segments_of`). more: further fields of the episode."""
+    """Create an episode from columns, each [L] (`segments_of`). more: other fields of the episode."""
     assert len(tokens) == len(mask) == len(rollout_logp), "an episode's columns share one length"
     return Episode(prompt, sample, position, segments_of(tokens, mask, rollout_logp, version), finish, **more)
