@@ -1,15 +1,15 @@
 """Hugging Face models: their folders on disk, building them, and adapters and routers in them.
 
-resolve.py    finds or downloads the folder that --model.path names
-shipped.py    configurations of published models in a clone of the repository, to plan jobs without weights
-folder.py     checks a folder and its quantisation; turns errors of libraries into messages of one line
-cache.py      the cache of model folders that spmdrl makes only once
+resolve.py    finds or downloads the folder given by --model.path
+shipped.py    configs of published models in a clone of the repository, for planning jobs without weights
+folder.py     checks a folder and its quantisation; turns library errors into one-line messages
+cache.py      the cache of model folders created by spmdrl
 gguf.py       converts a GGUF file into a folder
-grown.py      makes a folder with tokens added to the tokenizer
-ends.py       the end tokens that a folder names, and the generation config with all of them
+grown.py      creates a folder with tokens added to the tokenizer
+ends.py       the end tokens listed in a folder, and a generation config with all end tokens
 tokenizer.py  loads and checks the tokenizer of a folder
-build.py      builds the model of a folder, with its weights or empty
+build.py      builds a folder's model, with its weights or uninitialised
 lora.py       low-rank adapters (LoRA) in a model
-rotary.py     the sequence lengths beyond which the frequencies of rotary embeddings change
-routing.py    records and replays the choices of routers in a mixture of experts
+rotary.py     the sequence lengths beyond which rotary frequencies change
+routing.py    records and replays the expert choices of MoE routers
 """

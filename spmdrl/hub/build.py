@@ -1,4 +1,4 @@
-"""Builds the model of a Hugging Face folder with its weights, or without values, to be sharded before they are read."""
+"""Builds a Hugging Face folder's model, either with its weights or on the meta device, to be sharded before loading."""
 
 import re
 from functools import partial
@@ -10,10 +10,10 @@ import torch
 from spmdrl.hub.folder import drop_quantization, plain_errors, read_config
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-"""The torch dtype for each value of `--model.dtype`."""
+"""Torch dtype for each value of `--model.dtype`."""
 
 SCORERS = ("ForSequenceClassification", "ForTokenClassification")
-"""Suffixes of the names of transformers' classifiers, whose heads give scores in place of next-token logits."""
+"""Class name suffixes of transformers' classifiers, whose heads output scores instead of next-token logits."""
 
 
 def build_model(
@@ -24,21 +24,22 @@ def build_model(
     head: str = "lm",
     labels: int = 1,
 ) -> Any:
-    """Build the model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
+    """Build a Hugging Face folder's model on the CPU, in eval mode (so without dropout).
 
     Args:
         folder: a folder with config.json and safetensors.
         dtype: a torch dtype or its name.
-        trust_remote_code: whether the model's own Python code may run.
-        attn_implementation: transformers' name of an attention implementation, such as `sdpa`.
+        trust_remote_code: whether the model's own Python code may be executed.
+        attn_implementation: attention implementation in transformers, such as `sdpa`.
         head: `lm` for a causal language model, `value` or `score` for a sequence classifier, `steps` for a token
-            classifier. `score` gives a token classifier if the config names one. A `value` head that is not in the
-            folder starts at 0, so that a critic can start from the language model.
-        labels: number of outputs of a classifier's head.
+            classifier. `score` builds a token classifier if the config specifies one. A `value` head that is missing
+            from the folder is initialised to 0, so that a critic can start from the language model.
+        labels: number of outputs of a classifier head.
 
     Raises:
-        ValueError: the model needs its own Python code and `trust_remote_code` is not set; its family has no classifier
-            for the head; or weights are missing or have another shape (transformers would draw them at random).
+        ValueError: the model needs its own Python code but `trust_remote_code` is not set; its architecture has no
+            classifier for the head; or weights are missing or have the wrong shape (transformers would initialise them
+            randomly).
     """
     dtype, options = _dtype_and_options(dtype)
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
@@ -75,13 +76,13 @@ def empty_model(
     head: str = "lm",
     labels: int = 1,
 ) -> Any:
-    """Build the model of a Hugging Face folder on the meta device, from its config.json alone, in eval mode.
+    """Build a Hugging Face folder's model on the meta device, from its config.json alone, in eval mode.
 
     Parameters and persistent buffers have no values, and tied parameters are one object. Buffers that checkpoints do
-    not contain, such as rotary tables, are on the CPU with the values that transformers' `from_pretrained` gives them.
+    not contain, such as rotary tables, are on the CPU with the same values as after transformers' `from_pretrained`.
 
-    Arguments and errors are as in `build_model`; a quantised folder gives a model without quantisation. A model family
-    that does not support `attn_implementation` gets its default attention.
+    Arguments and errors are as in `build_model`. A quantised folder yields an unquantised model. An architecture that
+    does not support `attn_implementation` uses its default attention.
     """
     from transformers import AutoConfig
     from transformers.initialization import meta_device_safe_creation_ops
@@ -114,19 +115,19 @@ def empty_model(
 
 
 def _dtype_and_options(dtype: str | torch.dtype) -> tuple[torch.dtype, dict[str, Any]]:
-    """Return the torch dtype, and the options that transformers needs to compute in this dtype."""
+    """Return the torch dtype, and the options that transformers needs to support it."""
     resolved: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     # transformers' grouped kernels for experts do not support float64, but its eager implementation does.
     return resolved, {"experts_implementation": "eager"} if resolved == torch.float64 else {}
 
 
 def scores_tokens(config: Any) -> bool:
-    """Return True if a transformers config names a token classifier. Process reward models are token classifiers."""
+    """Return True if a transformers config specifies a token classifier, as process reward models do."""
     return any(name.endswith("ForTokenClassification") for name in getattr(config, "architectures", None) or [])
 
 
 def _model_class(config: Any, head: str) -> Any:
-    """Return the transformers class that builds a model with this head; errors as in `build_model`."""
+    """Return the transformers class for a model with this head. Errors are as in `build_model`."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     if head == "lm":
@@ -153,12 +154,12 @@ def _model_class(config: Any, head: str) -> Any:
 
 
 def check_head(folder: Path, head: str, trust_remote_code: bool = False) -> None:
-    """Raise ValueError if the model family of a HF folder has no classifier for `head` (see `build_model`)."""
+    """Raise ValueError if the architecture of an HF folder has no classifier for `head` (see `build_model`)."""
     _model_class(read_config(folder, trust_remote_code), head)
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place; tensors on the meta device get uninitialised memory on it.
+    """Move a model to a device in place, allocating uninitialised memory for tensors on the meta device.
 
     Parameters stay the same objects, so that tied parameters stay tied.
     """
@@ -167,7 +168,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
         return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
 
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    # Without this option `_apply` would turn a tied parameter into two parameters.
+    # Without this option, `_apply` would untie tied parameters.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model._apply(placed)
@@ -176,7 +177,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _keep_types(model: Any, dtype: Any) -> None:
-    """Cast the weights that the model family always keeps in float32 to float32, as `from_pretrained` does."""
+    """Cast back to float32 the weights that the architecture always keeps in it, as `from_pretrained` does."""
     for pattern, kept in model._get_dtype_plan(dtype).items():
         for module_name, module in model.named_modules():
             for tensors in (module._parameters, module._buffers):
@@ -190,7 +191,7 @@ def _keep_types(model: Any, dtype: Any) -> None:
 
 
 def _fill_buffers(model: Any) -> None:
-    """Run the model's initialisation to compute the buffers that checkpoints lack, as `from_pretrained` does."""
+    """Run the model's initialisation to fill the buffers that checkpoints lack, as `from_pretrained` does."""
     for module in model.modules():
         module._is_hf_initialized = False
         for name in module._non_persistent_buffers_set:
@@ -202,13 +203,13 @@ def _fill_buffers(model: Any) -> None:
 
 
 def _train_padding(model: Any) -> None:
-    # torch gives the embedding at `padding_idx` no gradient. Packed sequences have no padding, but the padding token
-    # may also be the end token, which must be trained.
+    # torch computes no gradient for the embedding at `padding_idx`. Packed sequences have no padding, but the padding
+    # token may also be the end token, which must be trained.
     model.get_input_embeddings().padding_idx = None
 
 
 def decoder_layers(hf: Any) -> torch.nn.ModuleList:
-    """Return the decoder layers of a HF model, which are its longest ModuleList. Raises ValueError if it has none."""
+    """Return the decoder layers of an HF model: its longest ModuleList. Raises ValueError if it has none."""
     lists = [m for m in hf.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(hf).__name__} has no list of layers to shard; --policy.backend fsdp needs one")

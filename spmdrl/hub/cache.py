@@ -1,4 +1,4 @@
-"""The cache of model folders that spmdrl makes once and keeps, in `$SPMDRL_CACHE`, else in `~/.cache/spmdrl`."""
+"""The cache of model folders created by spmdrl, in `$SPMDRL_CACHE` or by default `~/.cache/spmdrl`."""
 
 import os
 import shutil
@@ -10,15 +10,15 @@ LOCK_SECONDS = 1800.0
 
 
 def cache() -> Path:
-    """Return the folder of the cache."""
+    """Return the cache folder."""
     return Path(os.environ.get("SPMDRL_CACHE") or "~/.cache/spmdrl").expanduser()
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder `name` in the cache of models. At the first call, `make` fills the folder.
+    """Return the folder `name` in the model cache, which `make` fills on the first call.
 
-    One process makes the folder while others wait for a file lock, which is released when its holder ends. The folder
-    is renamed into place when it is complete. Raises TimeoutError if the lock is not released within LOCK_SECONDS.
+    One process creates the folder while others wait for a file lock, which is released when its holder exits. The
+    folder is moved into place once complete. Raises TimeoutError if the lock is not released within LOCK_SECONDS.
     """
     from filelock import FileLock, Timeout
 
@@ -41,14 +41,14 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
     try:
         make(temporary)
         for part in temporary.rglob("*"):
-            # A tokenizer with several chat templates writes a folder; links lead to files that are on the disk already.
+            # A tokenizer with several chat templates writes a folder; symlinks point to files that are already on disk.
             if part.is_file() and not part.is_symlink():
                 with open(part, "rb") as handle:
                     os.fsync(handle.fileno())
         temporary.chmod(0o755)
         os.rename(temporary, folder)
     except OSError:
-        if not folder.is_dir():  # another host may have made it, if file locks do not work across hosts
+        if not folder.is_dir():  # another host may have created it, if file locks do not work across hosts
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The end tokens that a model's folder names, and a generation config that names further end tokens."""
+"""The end tokens listed in a model folder, and a generation config that adds more."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ GENERATION = "generation_config.json"
 
 
 def named_ends(folder: Path) -> list[int]:
-    """Return the ids of the end tokens in a folder's generation config, else in its config.json.
+    """Return the end token ids in a folder's generation config, or in its config.json if there are none.
 
     Raises ValueError for an end token that is not an integer.
     """
@@ -32,10 +32,10 @@ def named_ends(folder: Path) -> list[int]:
 
 
 def generation_config(folder: Path, ends: tuple[int, ...]) -> bytes | None:
-    """Return the bytes of a generation config that names the folder's end tokens and `ends`; None if none is needed.
+    """Return the bytes of a generation config with the folder's end tokens and `ends`, or None if none is needed.
 
-    The folder's file is returned unchanged if it already names all of `ends`. transformers stops only at the end tokens
-    that a generation config names, not at the tokenizer's end token.
+    The folder's own file is returned unchanged if it already lists all of `ends`. transformers stops only at the end
+    tokens in the generation config, not at the tokenizer's end token.
     """
     file = folder / GENERATION
     named = named_ends(folder)

@@ -1,6 +1,6 @@
 """Checks a Hugging Face folder on disk before anything is built from it.
 
-The only quantised checkpoints that can be read are those in fp8 with a scale for each block.
+The only supported quantised checkpoints are fp8 with per-block scales.
 """
 
 import json
@@ -14,7 +14,7 @@ TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
 def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
-    """Return `folder` if it has a readable config.json and complete safetensors files; else raise ValueError."""
+    """Return `folder` if it has a readable config.json and complete safetensors files, or raise ValueError."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {folder} has no config.json (--model.path)")
     read_config(folder, trust_remote_code)
@@ -44,7 +44,7 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
 
     for file in files:
         try:
-            with safe_open(file, framework="numpy"):  # raises for a truncated file, whose size does not fit its header
+            with safe_open(file, framework="numpy"):  # raises if the file size does not match its header
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again") from error
@@ -61,10 +61,10 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def plain_errors(folder: Path) -> Iterator[None]:
-    """Turn any error of a library about files in a model folder into a one-line ValueError that names a flag.
+    """Convert library errors about files in a model folder into a one-line ValueError that names a flag.
 
     transformers, tokenizers and safetensors raise many types of exceptions for bad files, even a bare KeyError.
-    Out-of-memory errors and spmdrl's own ValueErrors pass unchanged.
+    Out-of-memory errors and spmdrl's own ValueErrors are not converted.
     """
     try:
         yield
@@ -84,9 +84,9 @@ def plain_errors(folder: Path) -> Iterator[None]:
 
 
 def fp8_blocks(folder: Path) -> tuple[int, int] | None:
-    """Return the block size (rows, columns) of a folder's fp8 weights; None for a folder that is not quantised.
+    """Return the block size (rows, columns) of a folder's fp8 weights, or None if it is not quantised.
 
-    Raises ValueError for another method of quantisation.
+    Raises ValueError for any other quantisation method.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
@@ -94,7 +94,7 @@ def fp8_blocks(folder: Path) -> tuple[int, int] | None:
 
 
 def blocks_of(settings: Any, folder: Path) -> tuple[int, int]:
-    """Return the block size in a `quantization_config`, a dict or transformers' object. Errors as in `fp8_blocks`."""
+    """Return the block size in a `quantization_config` (dict or transformers object). Errors as in `fp8_blocks`."""
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method, blocks = str(settings.get("quant_method")), settings.get("weight_block_size")
     if method != "fp8":
@@ -113,10 +113,10 @@ def blocks_of(settings: Any, folder: Path) -> tuple[int, int]:
 
 
 def drop_quantization(config: Any, folder: Path) -> Any:
-    """Remove the quantisation from transformers' config of a model, in place; return the config.
+    """Remove the quantisation from a model's transformers config in place, and return the config.
 
     Weights are dequantised as they are read, so neither the model nor its checkpoints are quantised. Raises ValueError
-    for any other method than fp8 with a scale for each block.
+    for any method other than fp8 with per-block scales.
     """
     for each in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(each, "quantization_config", None):

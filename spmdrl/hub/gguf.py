@@ -1,4 +1,4 @@
-"""Converts a GGUF file once into a Hugging Face folder, which stays in the cache."""
+"""Converts a GGUF file to a Hugging Face folder, which is cached."""
 
 import logging
 from importlib.util import find_spec
@@ -7,11 +7,11 @@ from pathlib import Path
 from spmdrl.hub.cache import made_once
 
 log = logging.getLogger(__name__)
-CONVERSION = 2  # version of the conversion; after a change of it, GGUF files are converted again
+CONVERSION = 2  # conversion version; GGUF files are converted again when it changes
 
 
 def find_package_gguf(name: str) -> Path:
-    """Find the GGUF file in the installed package `name` (dashes count as underscores) without importing it.
+    """Find the GGUF file in the installed package `name` (dashes become underscores) without importing it.
 
     Raises ValueError if the package is not installed, or does not have exactly one GGUF file.
     """
@@ -32,9 +32,9 @@ def find_package_gguf(name: str) -> Path:
 
 
 def from_gguf(file: Path) -> Path:
-    """Return a folder with the GGUF's model as bfloat16 safetensors and its tokenizer, converted at the first call.
+    """Return a folder with the GGUF's model as bfloat16 safetensors and its tokenizer, converted on the first call.
 
-    Converting SmolLM2-135M takes about 15 s. The folder's name contains the hash of the file.
+    Converting SmolLM2-135M takes about 15 s. The folder's name contains the file's hash.
     """
 
     def make(folder: Path) -> None:
@@ -45,11 +45,11 @@ def from_gguf(file: Path) -> Path:
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Write the model and tokenizer of a GGUF into `folder` (config, generation config, safetensors, tokenizer).
+    """Write a GGUF's model and tokenizer to `folder` (config, generation config, safetensors, tokenizer).
 
-    transformers' GGUF reader dequantises the tensors, which are loaded into a model built from the configuration alone.
-    `from_pretrained(gguf_file=...)` would need accelerate and give a model with a quantization config, which
-    `save_pretrained` refuses. Raises ValueError if transformers cannot read the GGUF.
+    transformers' GGUF reader dequantises the tensors, which are loaded into a model built from the config alone.
+    `from_pretrained(gguf_file=...)` would need accelerate and return a model with a quantization config, which
+    `save_pretrained` rejects. Raises ValueError if transformers cannot read the GGUF.
     """
     import torch
     from safetensors.torch import save_file
@@ -60,7 +60,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         vars(config).pop("quantization_config", None)
-        with torch.random.fork_rng(devices=[]):  # a conversion must not change a run's random numbers
+        with torch.random.fork_rng(devices=[]):  # conversion must not affect a run's random numbers
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     except Exception as error:  # the readers raise many types of exceptions for bad files
@@ -79,7 +79,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     model.config.update(ids)
     model.generation_config = GenerationConfig(**ids)
     model.config.architectures, model.config.dtype = [type(model).__name__], torch.bfloat16
-    # Do not use model.save_pretrained: in a process group it writes only on rank 0, but any rank may convert.
+    # model.save_pretrained is not used, because in a process group it writes only on rank 0, but any rank may convert.
     save_file(
         {name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"}
     )
@@ -88,7 +88,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def digest(file: Path) -> str:
-    """Return a hash of the content of `file` and the version of the conversion, as 16 hex digits."""
+    """Return a hash of the contents of `file` and the conversion version, as 16 hex digits."""
     import xxhash
 
     state = xxhash.xxh3_128(f"spmdrl gguf {CONVERSION}".encode())

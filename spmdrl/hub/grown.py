@@ -1,8 +1,8 @@
-"""Adds tokens to the tokenizer and the embedding tables of a model, in a new folder that stays in the cache.
+"""Adds tokens to a model's tokenizer and embedding tables, in a new folder that is cached.
 
-A new token's row in an embedding table is the mean of the other tokens' rows, so that its logit starts as their mean
-logit. The row replaces a padding row of the table, or is appended. Weight files without an embedding table are links to
-the model's files.
+A new token's row in an embedding table is initialised to the mean of the other tokens' rows, so that its logit starts
+as their mean logit. It replaces a padding row of the table or is appended. Weight files without an embedding table are
+symlinks to the model's files.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 
 TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "lm_head.weight")
 TABLES += ("embed_out.weight", "output_layer.weight")
-"""Suffixes of the names of input and output embedding tables, which have a row for each token."""
+"""Name suffixes of input and output embedding tables, which have one row per token."""
 FORM = 2
-"""Version of the rule for new rows. After a change of it, folders are made again."""
+"""Version of the rule for new rows; folders are created again when it changes."""
 INDEX = "model.safetensors.index.json"
 
 
 def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool = False) -> Path:
-    """Return a folder of the same model in which the tokenizer has each of `tokens` as a special token.
+    """Return a folder with the same model, whose tokenizer has each of `tokens` as a special token.
 
-    This is `folder` itself if its tokenizer already has all of them. Several processes may call this at once. Raises
-    ValueError if no weight has the name of an embedding table (TABLES).
+    Returns `folder` itself if its tokenizer already has all of them. Safe to call from several processes at once.
+    Raises ValueError if no weight is named like an embedding table (TABLES).
     """
     tokenizer = load_tokenizer(folder, trust_remote_code)
     present = tokenizer.get_added_vocab()
@@ -45,7 +45,7 @@ def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool =
 
 
 def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
-    """Write the tokenizer, configuration and tables with the new tokens into `place`; copy or link all other files."""
+    """Write the tokenizer, config and tables with the new tokens to `place`; copy or link all other files."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
@@ -84,9 +84,9 @@ def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
 
 
 def _with_rows(table_VD: torch.Tensor, before: int, size: int, old: list[int], new: list[int]) -> torch.Tensor:
-    """Return a table of `size` rows in which the rows of `new` tokens are the mean row of `old` tokens.
+    """Return a table with `size` rows, in which the rows of `new` tokens are the mean of the rows of `old` tokens.
 
-    before: number of rows of the given table that the model uses; further rows are padding and are dropped.
+    before: number of rows of the given table that the model uses; the remaining rows are padding and are dropped.
     """
     table_VD = table_VD[:before]
     mean_D = table_VD[[i for i in old if i < before]].double().mean(0).to(table_VD.dtype)

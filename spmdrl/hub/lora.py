@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) in a Hugging Face model: their names, attaching them, and running without them."""
+"""LoRA adapters in a Hugging Face model: their names, how to attach them, and how to run without them."""
 
 import copy
 import math
@@ -17,36 +17,36 @@ from spmdrl.spmd.seeds import seed_for
 
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."
-"""Prefix of every parameter's name in PEFT's adapter files."""
+"""Prefix of all parameter names in PEFT's adapter files."""
 FUSED_MIXERS = {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2"}
-"""Model families whose fused state-space kernels read the weight of `out_proj` and would ignore an adapter of it."""
+"""Model types whose fused state-space kernels read the weight of `out_proj` directly and would ignore its adapter."""
 
 
 def is_adapter(name: str) -> bool:
-    """Return True for the name of a weight that PEFT added."""
+    """Return True if this is the name of a weight added by PEFT."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without PEFT's additions: its original name, or an adapter's name in PEFT's files."""
+    """Strip PEFT's additions from a parameter name: return its original name, or an adapter's name in PEFT's files."""
     return name.replace(".base_layer.", ".").replace(".default.weight", ".weight")
 
 
 def partner(name: str) -> tuple[str, str]:
-    """Return the names of the adapter matrices A and B of the layer whose weight is called `name`."""
+    """Return the names of the adapter matrices A and B for the layer whose weight is named `name`."""
     layer = name.removesuffix(".weight")
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
-    """Return the names, without their paths, of the decoder's linear layers that get adapters.
+    """Return the names, without paths, of the decoder's linear layers to which adapters are added.
 
     Only linear layers can have adapters; experts that transformers packs into one parameter cannot. Raises ValueError
-    for a target that is not a linear layer, or whose adapter the model's forward would ignore.
+    for a target that is not a linear layer, or whose adapter the model's forward pass would ignore.
     """
     ignored = ("out_proj",) if hf.config.model_type in FUSED_MIXERS else ()
     named = [(name.rpartition(".")[2], type(m) is nn.Linear) for name, m in decoder_layers(hf).named_modules()]
-    # PEFT selects modules by name alone, so a name is usable only if all modules of that name are linear layers.
+    # PEFT selects modules by name alone, so a name is usable only if all modules with that name are linear layers.
     others = {name for name, is_linear in named if not is_linear}
     linear = {name: True for name, is_linear in named if is_linear and name not in others}
     wrong = [name for name in targets if name in ignored]
@@ -71,7 +71,7 @@ def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
 
 
 def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]) -> list[str]:
-    """Return `target_modules` of the model in a HF folder, without reading its weights."""
+    """Return `target_modules` of the model in an HF folder, without reading its weights."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(folder, trust_remote_code)
@@ -81,17 +81,17 @@ def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]
 
 
 def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool = False):
-    """Add adapters of `dtype` to a HF model, in place; return the PEFT LoraConfig to save with the adapters.
+    """Add adapters of `dtype` to an HF model in place; return the PEFT LoraConfig to save with the adapters.
 
-    The adapters start with `initial_values`. If the model is on the meta device, the adapters are too, without values.
+    Adapters are initialised by `initial_values`, or without values on the meta device if the model is on it.
 
     Args:
-        hf: a HF model whose layers are not sharded.
-        cfg: rank, alpha, targets.
+        hf: an HF model whose layers are not sharded.
+        cfg: rank, alpha and targets.
         seed: the run's seed.
         dtype: torch dtype of the adapters.
-        scaled: True if the values of B that are loaded later already include the factor alpha / r, as those
-            that are sent to an engine do.
+        scaled: True if the values of B that will be loaded already include the factor alpha / r, as those sent to an
+            engine do.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -107,8 +107,8 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
     frozen = {name: p.dtype for name, p in hf.named_parameters()}
     empty = next(hf.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
-        # Give PEFT the layers, not the model: in a model with experts it would mistake names such as `down_proj` for
-        # the packed experts of older checkpoints, and adapt those parameters instead of the linear layers.
+        # PEFT is given the layers, not the model: in a model with experts it would mistake names such as `down_proj`
+        # for the packed experts of older checkpoints, and adapt those parameters instead of the linear layers.
         inject_adapter_in_model(config, decoder_layers(hf), low_cpu_mem_usage=empty)
     for name, p in hf.named_parameters():
         name = plain_name(name)
@@ -122,10 +122,10 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
 
 
 def config_for_peft(config: Any, hf: Any) -> Any:
-    """Return a copy of `config` with which PEFT, when it loads the model, adapts the same linear layers.
+    """Return a copy of `config` that makes PEFT adapt the same linear layers when it loads the model.
 
-    PEFT takes some names, such as `down_proj`, for the packed experts of a model. Linear layers with these names are
-    listed one by one, as parameters.
+    PEFT mistakes some names, such as `down_proj`, for packed experts. Linear layers with these names are listed
+    individually, as parameters.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -135,7 +135,7 @@ def config_for_peft(config: Any, hf: Any) -> Any:
         try:
             convert_peft_config_for_transformers(single, model=hf, conversions=None)
         except ValueError:
-            return True  # PEFT maps this name and another one to one packed parameter of the experts
+            return True  # PEFT maps this name and another one to a single packed expert parameter
         return name not in single.target_modules
 
     ambiguous = {name for name in config.target_modules if means_experts(name)}
@@ -152,16 +152,16 @@ def config_for_peft(config: Any, hf: Any) -> Any:
 
 
 def initial_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return the initial values of a complete, unsharded adapter weight, as float64 on the CPU.
+    """Return the initial values of an unsharded adapter weight, as float64 on the CPU.
 
-    A is drawn from the run's seed and the layer's name, so it is the same for any number of ranks. B is 0, so that the
-    adapter does not change the model at first.
+    A is seeded by the run's seed and the layer's name, so it is the same for any number of ranks. B is 0, so that the
+    adapter does not change the model initially.
 
-    name: name of the weight, as `plain_name` returns it.
+    name: weight name as returned by `plain_name`.
     """
     if ".lora_A." not in name:
         return torch.zeros(shape, dtype=torch.float64)
-    # As in PEFT, A is uniform between -1 / sqrt(D) and 1 / sqrt(D) for a layer with D inputs.
+    # As in PEFT, A is uniform in [-1 / sqrt(D), 1 / sqrt(D)] for a layer with D inputs.
     draw = torch.Generator().manual_seed(seed_for(seed, *name.encode()))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape, dtype=torch.float64).uniform_(-bound, bound, generator=draw)
@@ -169,11 +169,11 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Skip the adapters inside this context, so that exactly the base model runs."""
+    """Disable the adapters inside this context, so that exactly the base model runs."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    # enable_adapters() would change requires_grad, which must stay as it was when the model was sharded.
+    # enable_adapters() would change requires_grad, which must not change after the model was sharded.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -184,7 +184,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """Return True if `names` are names of adapters, False if they are names of a model's weights."""
+    """Return True if `names` are adapter names, or False if they are names of model weights."""
     kinds = {is_adapter(name) for name in names}
     assert len(kinds) <= 1, "adapters and weights of a model must not be mixed"
     return kinds == {True}

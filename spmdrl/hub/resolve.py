@@ -1,7 +1,8 @@
-"""Finds the Hugging Face folder that `--model.path` names.
+"""Finds the Hugging Face folder given by `--model.path`.
 
-Weights are read from safetensors only: a `.bin` checkpoint is a pickle, and loading a pickle can run any code. A GGUF
-file is converted once into a Hugging Face folder in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
+Weights are loaded only from safetensors: `.bin` checkpoints are pickles, and loading a pickle can execute arbitrary
+code. A GGUF file is converted once to a Hugging Face folder in the cache (`$SPMDRL_CACHE`, by default
+`~/.cache/spmdrl`).
 """
 
 from collections.abc import Iterator
@@ -13,18 +14,18 @@ from spmdrl.hub.gguf import find_package_gguf, from_gguf
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 MODELSCOPE = "ms:"
-"""Prefix of the name of a model on ModelScope."""
-HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # these are copies of the weights in other layouts
+"""Prefix for models on ModelScope."""
+HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # copies of the weights in other formats
 
 
 def resolve(path: str, trust_remote_code: bool = False) -> Path:
-    """Return the Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
+    """Return the Hugging Face folder (config.json, safetensors, tokenizer) given by `--model.path`.
 
-    path: `tiny` for the model that comes with spmdrl, `package:<name>` for the GGUF file inside an installed package,
-    the path of a GGUF file (`*.gguf`) or of a folder, `ms:<owner>/<model>` for a model on ModelScope, or the name of a
-    model on the Hugging Face hub. Hub models are downloaded into the cache of the hub's client, with their Python files
-    only if `trust_remote_code` is set. Several processes may call this at once. Raises ValueError with advice if there
-    is no usable folder.
+    path: `tiny` for the model that ships with spmdrl, `package:<name>` for the GGUF file inside an installed package,
+    the path of a GGUF file (`*.gguf`) or a folder, `ms:<owner>/<model>` for a model on ModelScope, or the name of a
+    model on the Hugging Face hub. Hub models are downloaded to the hub client's cache, including their Python files
+    only if `trust_remote_code` is set. Safe to call from several processes at once. Raises ValueError with advice if
+    there is no usable folder.
     """
     if path == "tiny":
         return check_folder(TINY, trust_remote_code)
@@ -49,7 +50,7 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
 
 @contextmanager
 def named(flag: str) -> Iterator[None]:
-    """Make errors about a model's folder inside this context name `flag` instead of `--model.path`."""
+    """Make errors about a model folder inside this context name `flag` instead of `--model.path`."""
     try:
         yield
     except ValueError as error:
@@ -59,19 +60,19 @@ def named(flag: str) -> Iterator[None]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return True if `path` has the form of a hub name (owner/model) and not of a local path."""
+    """Return True if `path` looks like a hub name (owner/model) and not like a local path."""
     local = Path(path).expanduser()
     is_path = local.exists() or local.is_absolute() or path.startswith(("./", "../", "~"))
     return not is_path and path.count("/") == 1
 
 
 def from_hub(name: str, trust_remote_code: bool) -> Path:
-    """Download a model of the Hugging Face hub, or find it in the hub's cache. Raises ValueError if neither works."""
+    """Download a model from the Hugging Face hub or find it in the hub cache. Raises ValueError if neither works."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
-    except Exception as error:  # the hub's client raises its errors, those of requests and httpx, and OSError
+    except Exception as error:  # the hub client raises its own errors, those of requests and httpx, and OSError
         raise ValueError(
             f"--model.path {name!r} is not a local folder, and downloading it from the model hub failed "
             f"({type(error).__name__}: {_first_line(error)}). Check the name and the network "
@@ -80,7 +81,7 @@ def from_hub(name: str, trust_remote_code: bool) -> Path:
 
 
 def from_modelscope(path: str, trust_remote_code: bool) -> Path:
-    """Download a model of ModelScope, `ms:<owner>/<model>`, or find it in the cache. Raises ValueError if both fail."""
+    """Download a ModelScope model, `ms:<owner>/<model>`, or find it in the cache. Raises ValueError if both fail."""
     name = path.removeprefix(MODELSCOPE)
     if name.count("/") != 1 or not all(name.split("/")):
         raise ValueError(f"--model.path {path!r}: a model of ModelScope is ms:<owner>/<model>")
@@ -90,8 +91,8 @@ def from_modelscope(path: str, trust_remote_code: bool) -> Path:
         raise ValueError(f"--model.path {path!r} needs the package: pip install modelscope ({error})") from error
     try:
         return Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
-    except Exception as error:  # the client raises its errors, those of requests, and OSError
-        # Use the model in the client's cache. It may lack files, so the caller checks that it is complete.
+    except Exception as error:  # the client raises its own errors, those of requests, and OSError
+        # Fall back to the client's cache. Files may be missing there, so the caller checks for completeness.
         with suppress(Exception):
             return Path(snapshot_download(name, local_files_only=True))
         raise ValueError(

@@ -1,23 +1,23 @@
-"""Rotary embeddings whose frequencies depend on the length of a sequence, as a model's config declares."""
+"""Detects rotary embeddings whose frequencies depend on the sequence length, from a model's config."""
 
 from typing import Any, TypeGuard
 
 
 def moves(kind: Any) -> TypeGuard[str]:
-    """Return True if the frequencies of a rope type depend on the length of a sequence."""
+    """Return True if this rope type's frequencies depend on the sequence length."""
     return isinstance(kind, str) and (kind == "longrope" or grows(kind))
 
 
 def grows(kind: str) -> bool:
-    """Return True if the frequencies of a rope type change again with every token beyond its length in `limits`."""
+    """Return True if this rope type recomputes its frequencies for every length above its limit (dynamic NTK)."""
     return "dynamic" in kind
 
 
 def limits(hf_config: Any) -> dict[str, int]:
-    """Return, by rope type, the length in tokens beyond which frequencies change; types without changes are omitted.
+    """Return the length in tokens beyond which frequencies change, per rope type. Types with fixed ones are omitted.
 
-    `longrope` uses one set of factors up to that length and another beyond it. With `dynamic`, frequencies depend on
-    the length of every longer sequence (transformers, `modeling_rope_utils.py`).
+    `longrope` uses one set of factors up to that length and another beyond it. With `dynamic`, the frequencies of
+    longer sequences depend on their exact length (transformers, `modeling_rope_utils.py`).
     """
     config = hf_config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
@@ -26,7 +26,7 @@ def limits(hf_config: Any) -> dict[str, int]:
 
 
 def _limits(rope: Any, positions: int) -> dict[str, int]:
-    # Some configs have one dict of rope parameters, others have one for each type of layer.
+    # Some configs have a single dict of rope parameters, others have one per layer type.
     if not isinstance(rope, dict):
         return {}
     kind, found = rope.get("rope_type", rope.get("type")), {}

