@@ -14,7 +14,7 @@ def grows(kind: str) -> bool:
 
 
 def limits(hf_config: Any) -> dict[str, int]:
-    """Return the length in tokens beyond which frequencies change, per rope type. Types with fixed ones are omitted.
+    """Return, per rope type, the length in tokens beyond which frequencies change. Constant types are omitted.
 
     `longrope` uses one set of factors up to that length and another beyond it. With `dynamic`, the frequencies of
     longer sequences depend on their exact length (transformers, `modeling_rope_utils.py`).

@@ -132,12 +132,12 @@ class Step:
     unread: dict[str, None] = field(default_factory=dict)
     """Names of the columns that the encoder did not use, in the order found."""
     refused: list[str] = field(default_factory=list)
-    """A line for each refused row: its source and number, and the reason."""
+    """One line per rejected row, with its source, number and the reason."""
     shortened: list[str] = field(default_factory=list)
-    """A line for each row with counts among `NAMED`: its source, its number, and the names of these counts."""
+    """One line per row with counts in `NAMED`, with its source, number and the names of these counts."""
 
     def name_rows(self) -> None:
-        """Write the lines of `refused` and `shortened` to the log file of this rank."""
+        """Write the lines in `refused` and `shortened` to this rank's log file."""
         for line in self.refused:
             log.warning("refused: %s", line, extra={"file_only": True})
         for line in self.shortened:

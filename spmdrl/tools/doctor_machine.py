@@ -179,7 +179,7 @@ def nearest(folder: Path) -> Path:
     """Return the folder if it exists, or its nearest existing parent otherwise.
 
     Raises:
-        FolderError: a part of the path is not a folder, or the folder cannot be written to.
+        FolderError: a component of the path is not a folder, or the folder is not writable.
     """
     at = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not at.is_dir():

@@ -29,7 +29,7 @@ ROUNDED = 0.1
 FAILED = 1e30
 """Difference recorded for a decoding method whose forward pass raises an error."""
 TIMES = 2
-"""A cache is also accepted if its difference is at most this many times that of decoding without a cache."""
+"""A cache is also accepted if its difference is at most this many times as large as without a cache."""
 LENGTHS, MORE = (3, 12), 4
 """Prompt lengths in `Decoder.check`, and the number of tokens decoded after each prompt."""
 
@@ -90,7 +90,7 @@ class Decoder:
     def _forward(self, inputs: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         if not self.way:
             return self.model(input_ids=inputs, use_cache=False, logits_to_keep=1).logits[:, -1], None
-        # The model creates the cache type that it needs.
+        # The model creates the type of cache that it needs.
         out = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1], out.past_key_values
 

@@ -114,7 +114,7 @@ class SGLangEngine:
         return value if self.group is None else json.loads(broadcast_text(json.dumps(value), self.group))
 
     def _answer(self, answer: list[int] | None) -> list[int]:
-        """Return this rank's scheduler process's part of an answer. Collective over the engine.
+        """Return the answer of this rank's scheduler process. Collective over the engine.
 
         answer: the answers of all scheduler processes on the engine's first rank; ignored on other ranks.
         """

@@ -126,7 +126,7 @@ class Process:
         Waits at most `seconds` for the first line.
 
         Raises:
-            EngineDiedError: the server's output has ended.
+            EngineDiedError: the server has closed its output.
         """
         with suppress(queue.Empty):
             line = self.lines.get(timeout=seconds) if seconds else self.lines.get_nowait()

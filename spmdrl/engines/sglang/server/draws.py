@@ -54,8 +54,8 @@ def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[
 def install_sampler() -> None:
     """Make SGLang draw tokens with `draw`, using the seeds of the requests.
 
-    SGLang's seeded sampling needs --enable-deterministic-inference, which no attention backend on a CPU supports. A
-    registered sampling backend would not work either, because on a CPU SGLang always uses `pytorch`.
+    SGLang's seeded sampling requires --enable-deterministic-inference, which no CPU attention backend supports.
+    Registering a sampling backend would not work either, because SGLang always uses `pytorch` on CPU.
     """
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
