@@ -1,29 +1,29 @@
-"""Algorithms as pure functions on tensors, without process groups, configuration or imports from higher layers.
+"""RL algorithms as pure functions on tensors, with no process groups, configuration or imports from higher layers.
 
-The tables ADVANTAGES and LOSSES list the functions by name. An advantage and a loss may share a name, such as
-`reinforce`.
+The tables ADVANTAGES and LOSSES list all advantage estimators and losses by name. An estimator and a loss can share a
+name, such as `reinforce`.
 
-advantages.py         advantages with one number for each sequence
-credit.py             advantages with one number for each token; combines the advantages of reward and cost
-turns.py              advantages with one number for each turn
-tree.py               order of tokens and turns in an episode that may fork, and discounted sums along it
-estimators.py         table of all advantage estimators; advantages of a padded batch
-samples.py            inputs of an advantage estimator
-groups.py             groups of samples, and sums over them that do not depend on the order of the samples
-token_losses.py       policy losses computed token by token
-sequence_losses.py    policy losses computed from whole sequences
-covariance_losses.py  KL-Cov and Clip-Cov, and their selection of tokens
-losses.py             table of all policy losses; loss of a padded batch
-loss_inputs.py        inputs and results of a policy loss
-rows.py               finds the settings and the paper of a function; checks and converts padded inputs
-aggregate.py          reduces per-token losses to one number
-kl.py                 estimates of KL to the reference
-correction.py         importance weights for the difference between engine and trainer
-filters.py            chooses the groups that a step learns from
-resample.py           draws samples with replacement, preferring those whose reward is likely right; a replay buffer
-shaping.py            turns a score into the reward that advantages use
-preference.py         losses of pairs of responses, and of labelled responses
-value.py              losses of a critic, of an implicit reward model and of imitation; a cost's Lagrange multiplier
+advantages.py         outcome advantages, one number per sequence
+credit.py             token-level advantages; combines reward and cost advantages
+turns.py              turn-level advantages
+tree.py               token and turn order in episodes that may fork, and discounted sums along it
+estimators.py         table of all advantage estimators; computes the advantages of a padded batch
+samples.py            inputs to advantage estimators
+groups.py             sample groups, and group sums that do not depend on the sample order
+token_losses.py       token-level policy losses
+sequence_losses.py    sequence-level policy losses
+covariance_losses.py  KL-Cov and Clip-Cov, and how they select tokens
+losses.py             table of all policy losses; computes the loss of a padded batch
+loss_inputs.py        inputs and outputs of policy losses
+rows.py               looks up a function's settings and paper; checks and converts padded inputs
+aggregate.py          reduces per-token losses to a scalar
+kl.py                 estimates of the KL to the reference
+correction.py         importance weights for the mismatch between engine and trainer
+filters.py            selects the groups that a step trains on
+resample.py           resampling that favours samples whose reward is likely right; a replay buffer
+shaping.py            turns scores into the rewards that advantages are computed from
+preference.py         preference losses, for response pairs and for labelled responses
+value.py              critic, implicit reward model and imitation losses; a cost's Lagrange multiplier
 """
 
 from spmdrl.algos.correction import correction_weights

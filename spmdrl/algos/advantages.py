@@ -1,9 +1,8 @@
-"""Outcome advantages: one number for each sequence, used at all sampled tokens of the sequence.
+"""Outcome advantages: one number per sequence, assigned to all of its sampled tokens.
 
-N: number of sequences on all ranks. A group is the samples of one prompt. Estimators are functions of `Samples`, whose
-docstring describes shapes and errors. The returns of these estimators equal the advantages. On a CPU, results are
-bitwise equal for any order of the samples and any distribution over ranks, because terms are added in order of group
-and value.
+N: number of sequences across all ranks. A group consists of the samples for one prompt. Estimators take `Samples`,
+whose docstring describes shapes and errors; their returns equal the advantages. On a CPU, results are bitwise identical
+for any sample order and any distribution over ranks, because terms are always added in order of group and value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,59 +14,59 @@ from spmdrl.algos.rows import in_range
 from spmdrl.algos.samples import Result, Samples, finite
 
 SCORE = "score"
-"""Name of the total reward in the argument `weights` of `gdpo`."""
+"""Name of the total reward in the `weights` argument of `gdpo`."""
 
 
 def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
-    """GRPO: the reward minus the group's mean, divided by the group's standard deviation.
+    """GRPO: the reward minus the group mean, divided by the group standard deviation.
 
     Source: https://arxiv.org/abs/2402.03300
 
         A = (r - mean of the group) / (std of the group + eps)
 
-    In a group of one the mean counts as 0 and the std as 1, so A is `r / (1 + eps)`. If the rewards of a larger group
-    are equal, A is exactly 0.
+    In a group of one, the mean is taken as 0 and the std as 1, so A is `r / (1 + eps)`. If all rewards of a larger
+    group are equal, A is exactly 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(normalise(score_N, groups, eps)[mine])
 
 
 def dr_grpo(x: Samples) -> Result:
-    """Dr. GRPO: the reward minus the group's mean. It does not divide by the std, because that would give very easy and
-    very hard prompts more weight.
+    """Dr. GRPO: the reward minus the group mean. Unlike GRPO, it does not divide by the std, which would upweight very
+    easy and very hard prompts.
 
     Source: https://arxiv.org/abs/2503.20783
 
         A = r - mean of the group
 
-    In a group of one, A is `r`. If the rewards of a larger group are equal, A is 0.
+    In a group of one, A is `r`. If all rewards of a larger group are equal, A is 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(subtract_mean(score_N, groups)[mine])
 
 
 def rloo(x: Samples) -> Result:
-    """RLOO: the reward minus the mean reward of the other samples of the group.
+    """RLOO: the reward minus the mean reward of the other samples in the group.
 
     Source: https://arxiv.org/abs/2402.14740
 
         A = r - mean of the other samples of the group
 
-    In a group of one, A is `r`. If the rewards of a larger group are equal, A is 0.
+    In a group of one, A is `r`. If all rewards of a larger group are equal, A is 0.
     """
     score_N, groups, mine = _scores(x)
     return x.outcome(leave_one_out(score_N, groups)[mine])
 
 
 def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
-    """REINFORCE: the reward minus a baseline that is the same for all samples of the step.
+    """REINFORCE: the reward minus a baseline shared by all samples of the step.
 
     Source: https://doi.org/10.1007/BF00992696
 
         A = r - baseline
 
-    `baseline`: `batch` is the mean reward of the step, `none` is 0. Unlike REINFORCE++, this estimator does not whiten
-    the advantages.
+    `baseline`: `batch` uses the mean reward of the step, `none` uses 0. Unlike REINFORCE++, this estimator does not
+    whiten the advantages.
 
     It ignores groups. If all rewards of the step are equal and the baseline is `batch`, A is 0.
     """
@@ -80,28 +79,28 @@ def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
 
 
 def reinforce_plus_plus_baseline(x: Samples) -> Result:
-    """REINFORCE++-baseline: the reward minus the group's mean, whitened over the step.
+    """REINFORCE++-baseline: the reward minus the group mean, whitened over the step.
 
     Source: https://arxiv.org/abs/2501.03262
 
         A = (r - mean of the group), whitened
 
-    Before the whitening, a sample has the number `r` in a group of one, and 0 in a larger group with equal rewards. The
-    whitening subtracts the step's mean from these numbers, too. If every group has two or more samples with equal
-    rewards, A is exactly 0.
+    Before whitening, the value is `r` in a group of one, and 0 in a larger group whose rewards are all equal. Whitening
+    then subtracts the mean of these values over the step. If every group has at least two samples and all of its
+    rewards are equal, A is exactly 0.
     """
     advantages_T = x.whiten(dr_grpo(x)[0])
     return advantages_T, advantages_T
 
 
 def opo(x: Samples) -> Result:
-    """OPO: the reward minus the group's mean reward, in which each sample is weighted by its number of sampled tokens.
+    """OPO: the reward minus the group's mean reward, where each sample is weighted by its number of sampled tokens.
 
     Source: https://arxiv.org/abs/2505.23585
 
         A = r - (sum over the group of length * r) / (sum over the group of length)
 
-    In a group of one, A is `r`. If the rewards of a larger group are equal, A is 0.
+    In a group of one, A is `r`. If all rewards of a larger group are equal, A is 0.
     """
     score_N, length_N, group_N, mine = x.everyone(x.scores, x.lengths, x.group)
     groups = Groups.of([group_N], score_N, length_N)
@@ -111,17 +110,17 @@ def opo(x: Samples) -> Result:
 
 
 def gpg(x: Samples, *, f_norm: float = 1.0, count: str = "rewarded") -> Result:
-    """GPG: the reward minus the group's mean, scaled up to make up for samples without a gradient.
+    """GPG: the reward minus the group mean, scaled up to compensate for samples without a gradient.
 
     Source: https://arxiv.org/abs/2504.02546
 
-        A = alpha * (r - mean of the group) / f_norm          alpha = samples of the step / samples that count
+        A = alpha * (r - mean of the group) / f_norm          alpha = samples of the step / counted samples
 
-    `count`: `rewarded` counts samples whose reward is not 0, as common implementations do. `mixed` counts samples of
-    groups whose rewards differ, as the paper does, so alpha makes up for groups without a gradient. If no sample
-    counts, alpha is the number of samples of the step.
+    `count`: `rewarded` counts samples with a nonzero reward, as common implementations do. `mixed` counts samples from
+    groups whose rewards are not all equal, as the paper does, so alpha compensates for groups without a gradient. If
+    the count is 0, alpha is the number of samples in the step.
 
-    In a group of one, A is `alpha * r / f_norm`. If the rewards of a larger group are equal, A is 0.
+    In a group of one, A is `alpha * r / f_norm`. If all rewards of a larger group are equal, A is 0.
     """
     if f_norm == 0:
         raise ValueError("f_norm divides the advantages: it cannot be 0")
@@ -134,16 +133,16 @@ def gpg(x: Samples, *, f_norm: float = 1.0, count: str = "rewarded") -> Result:
 
 
 def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
-    """GRPO for pass@k, where k is the group size: only the best sample of a group has an advantage.
+    """GRPO for pass@k, where k is the group size: only the best sample of a group has a nonzero advantage.
 
     Source: https://arxiv.org/abs/2503.19595
 
         A of the best sample of a group = (best - second best) / (std of the group + eps), all others 0
 
-    With `std` False, A is not divided by the std. If two or more samples share the best reward, A is 0 in the whole
+    With `std` False, A is not divided by the std. If several samples tie for the best reward, A is 0 for the whole
     group.
 
-    In a group of one, or if the rewards of a group are equal, A is 0.
+    A is 0 in a group of one, or if all rewards of the group are equal.
     """
     in_range("eps", eps, 0)
     score_N, groups, mine = _scores(x)
@@ -157,23 +156,23 @@ def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
 
 
 def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = None, eps: float = 1e-6) -> Result:
-    """GDPO: each part of the reward is normalised separately, so that a large part does not hide the others.
+    """GDPO: each reward part is normalised separately, so that a large part does not drown out the others.
 
     Source: https://arxiv.org/abs/2601.05242
 
         A = sum over the score and its parts of weight * (part - mean of the group) / (std of the group + eps), whitened
 
-    The part `score` is the reward that other estimators use. It includes the reward model's score, shaping and KL.
-    `weights` is a mapping from names of parts to weights, in which a missing part has weight 0; or a list with one
-    weight for each part in their order, in which case the score has weight 0. With None the score and every part have
-    weight 1, so every part counts twice if the score is the sum of its parts. To count it once, give weights to the
-    parts only, as in `--algo.part-weights right=1 format=0.5`.
+    The part `score` is the total reward that other estimators use, including the reward model's score, shaping and KL.
+    `weights` is either a mapping from part names to weights, where missing parts get weight 0, or a list with one
+    weight per part, in order, where the score gets weight 0. With None, the score and all parts have weight 1, so every
+    part counts twice if the score is the sum of its parts. To count each part once, give weights to the parts only, as
+    in `--algo.part-weights right=1 format=0.5`.
 
-    It is an error if a part has the name `score`. If the weight of a part is not 0, it is also an error if a sample
-    lacks the part or its value is not finite. A sample whose grading timed out has 0 in each part that it lacks.
+    No part may be named `score`. A part with a nonzero weight must be present and finite in every sample; a sample
+    whose grading timed out has 0 for each missing part.
 
-    In a group of one, a part becomes `part / (1 + eps)` before the whitening. If a part is equal in all samples of a
-    larger group, it adds 0 to their sums.
+    In a group of one, a part becomes `part / (1 + eps)` before whitening. A part that is equal in all samples of a
+    larger group contributes 0.
     """
     if SCORE in x.parts:
         raise ValueError(
@@ -194,20 +193,20 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
 
 
 def win_rate(x: Samples) -> Result:
-    """Win rate: SPPO's estimate of the probability that a response beats another response of the policy, minus 1/2.
+    """Win rate: SPPO's estimate of the probability that a response beats another response from the policy, minus 1/2.
 
     Source: https://arxiv.org/abs/2405.00675
 
         A = (lower + equal / 2) / (size of the group - 1) - 1/2            in [-1/2, 1/2]
 
-    `lower` and `equal` are the numbers of other samples of the group with a lower and with an equal reward. The score
-    of a judge of pairs (docs/judge.md#pairs) is already a win rate: use `dr_grpo` with it.
+    `lower` and `equal` count the other samples of the group whose reward is lower and equal, respectively. The score of
+    a pairwise judge (docs/judge.md#pairs) is already a win rate: use `dr_grpo` with it.
 
-    In a group of one, or if the rewards of a group are equal, A is 0.
+    A is 0 in a group of one, or if all rewards of the group are equal.
     """
     score_N, groups, mine = _scores(x)
-    # If the samples are sorted by (group, reward), the samples with a lower reward are those from the start of the
-    # group to the first sample with the same reward.
+    # With samples sorted by (group, reward), those with a lower reward lie between the start of the group and the first
+    # sample with the same reward.
     ranks = Groups.of([groups.index_N, score_N])
     starts = [torch.cumsum(torch.bincount(g.index_N), 0) - torch.bincount(g.index_N) for g in (ranks, groups)]
     below_N = starts[0][ranks.index_N] - starts[1][groups.index_N]
@@ -222,7 +221,7 @@ def _scores(x: Samples) -> tuple[torch.Tensor, Groups, torch.Tensor]:
 
 
 def _weights(weights: Mapping[str, float] | Sequence[float] | None, names: list[str]) -> dict[str, float]:
-    """Return the given weights as a dict of name -> weight. names: names of the parts, in their order."""
+    """Return the weights as a dict of part name -> weight. names: part names, in order."""
     everything = [SCORE, *names]
     if weights is None:
         weights = dict.fromkeys(everything, 1.0)

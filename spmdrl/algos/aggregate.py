@@ -1,11 +1,11 @@
-"""Reduces per-token losses to one number, with weights known before the first micro-batch.
+"""Reduces per-token losses to a scalar, with weights that are known before the first micro-batch.
 
 T: packed tokens of one micro-batch. A loss is `(loss_T * token_weights(...)).sum()`, summed over micro-batches and
-ranks. The weights divide by global counts. Therefore the sum does not depend on how the batch is divided into
-micro-batches (law 2 of the design), as long as no sequence is cut in two.
+ranks. The weights divide by global counts, so the sum does not depend on how the batch is split into micro-batches (law
+2 of the design), as long as no sequence is split.
 
-A sequence is one episode. An episode that branches is also one sequence, in which each sampled token of its paths
-occurs once.
+A sequence is one episode. A branching episode is also one sequence, in which a sampled token shared by several paths
+counts only once.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over the whole batch, that is over all micro-batches and all ranks."""
+    """Counts over the whole batch: all micro-batches on all ranks."""
 
     tokens: float
     """Number of unmasked tokens."""
@@ -26,9 +26,9 @@ class Totals:
 
 
 def count_totals(mask_T: torch.Tensor, seq_T: torch.Tensor) -> Totals:
-    """Return the counts of one micro-batch. Their sums over micro-batches and ranks are the totals of the batch.
+    """Return the counts of one micro-batch. Summed over micro-batches and ranks, they are the totals of the batch.
 
-    mask_T: bool [T]. seq_T: int64 [T], the token's sequence. The function waits for the device once.
+    mask_T: bool [T]. seq_T: int64 [T], sequence index of each token. Causes one device sync.
     """
     per_seq = sum_per_sequence(mask_T, seq_T)
     tokens, sequences = torch.stack([per_seq.sum(), (per_seq > 0).sum().double()]).tolist()
@@ -45,7 +45,7 @@ def token_weights(
 ) -> torch.Tensor:
     """Return the weight of each token's loss, fp64 [T]; exactly 0 where the mask is False.
 
-    mode: the quantity that the sum of the weighted losses over the whole batch equals:
+    mode: what the weighted losses of the whole batch add up to:
 
     - `token-mean`: sum of all token losses / totals.tokens (DAPO, https://arxiv.org/abs/2503.14476)
     - `seq-mean-token-sum`: token losses summed within a sequence, mean over sequences
@@ -53,13 +53,13 @@ def token_weights(
       https://arxiv.org/abs/2402.03300)
     - `seq-mean-token-sum-norm`: `seq-mean-token-sum` / horizon (Dr. GRPO, https://arxiv.org/abs/2503.20783)
 
-    mask_T: bool [T], True where the loss counts. seq_T: int64 [T], index of the token's sequence in this micro-batch.
-    totals: counts over the whole batch. horizon: number of tokens, a constant of the run such as the longest allowed
-    response (verl uses the width of its padded mask). sequences: as in `sum_per_sequence`.
+    mask_T: bool [T], True where the loss counts. seq_T: int64 [T], sequence index of each token in this micro-batch.
+    totals: counts over the whole batch. horizon: number of tokens, constant during the run, such as the maximum
+    response length (verl uses the width of its padded mask). sequences: as in `sum_per_sequence`.
 
-    The weights are fp64, so that a sum over many tokens does not depend on their order at fp32 precision. If the total
-    that the mode uses is 0 although a token is unmasked, its weight is nan, so that the mistake is seen. ValueError:
-    unknown mode, shapes that differ, horizon missing or not positive.
+    The weights are fp64, so that at fp32 precision a sum over many tokens does not depend on their order. If a token is
+    unmasked although the total that the mode divides by is 0, its weight is nan, which makes the mistake visible.
+    Raises ValueError for an unknown mode, mismatched shapes, or a missing or non-positive horizon.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
@@ -71,8 +71,8 @@ def token_weights(
     else:
         weight = torch.full(mask_T.shape, _inverse(totals.sequences), dtype=torch.float64, device=mask_T.device)
     if mode == "seq-mean-token-mean":
-        # A sequence is never split, so its count of tokens is known in this micro-batch. The count is 0 only if all
-        # tokens of the sequence are masked, and then their weights become 0 below.
+        # A sequence is never split, so this micro-batch has all of its tokens. Their count is 0 only if all of them are
+        # masked, in which case their weights are set to 0 below.
         weight = weight / sum_per_sequence(mask_T, seq_T, sequences).clamp(min=1)[seq_T]
     if mode == "seq-mean-token-sum-norm":
         if horizon is None or not horizon > 0:
@@ -82,10 +82,10 @@ def token_weights(
 
 
 def sum_per_sequence(value_T: torch.Tensor, seq_T: torch.Tensor, sequences: int | None = None) -> torch.Tensor:
-    """Return the sum of value over each sequence: [T] -> fp64 [B], differentiable in value.
+    """Return the sum of the values of each sequence: [T] -> fp64 [B], differentiable with respect to the values.
 
-    sequences: number of sequences, B. With None, B is the index of the last sequence that has a token, plus 1; to read
-    it, the function waits for the device once. The caller must have set values of masked tokens to 0.
+    sequences: number of sequences, B. If None, B is the highest index in `seq_T` plus 1; reading it causes a device
+    sync. The caller must set the values of masked tokens to 0 beforehand.
     """
     if sequences is None:
         sequences = int(seq_T.max()) + 1 if seq_T.numel() else 0

@@ -1,9 +1,9 @@
 """Rollout correction: importance weights for tokens whose log-probability differs between engine and trainer.
 
-T: packed tokens; B: sequences. The ratio of a token is r = exp(old_logp - rollout_logp). The ratio of a sequence is the
-product of the ratios of its unmasked tokens. The log ratio of a token, or the sum of log ratios of a sequence, is
-clamped to +-20 before exp. Results have no gradient. Masked tokens have weight 0 and do not count in any statistic,
-whatever values the inputs have there.
+T: packed tokens; B: sequences. The token-level ratio is r = exp(old_logp - rollout_logp). The sequence-level ratio is
+the product of the ratios of all unmasked tokens. Token-level and sequence-level log ratios are clamped to +-20 before
+exp. Results have no gradient. Masked tokens have weight 0 and are excluded from all statistics, whatever their input
+values.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from spmdrl.algos.rows import as_tensor, find, settings_of, unpad
 
 
 def uncorrected(ratio: torch.Tensor) -> torch.Tensor:
-    """1 for every token, so nothing is corrected."""
+    """1 for every token: no correction."""
     return torch.ones_like(ratio)
 
 
@@ -43,18 +43,18 @@ def mis(ratio: torch.Tensor, *, low: float | None = None, high: float = 2.0) -> 
 
     Source: https://richardli.xyz/rl-collapse
 
-    The default of `high` is the same as in `tis`.
+    `high` has the same default as in `tis`.
     """
     return torch.where(_within(ratio, low, high), ratio, 0.0)
 
 
 @dataclass(frozen=True)
 class Correction:
-    """One kind of importance weights: a function of the ratio, whose keyword-only parameters are its bounds."""
+    """One kind of importance weight: a function of the ratio, with its bounds as keyword-only parameters."""
 
     function: Callable[..., torch.Tensor]
     of_sequence: bool = False
-    """Whether the ratio of a token is replaced by the ratio of its whole sequence."""
+    """Whether every token uses the ratio of its whole sequence instead of its own."""
 
 
 CORRECTIONS: dict[str, Correction] = {
@@ -77,22 +77,22 @@ def correction_weights(
     high: float | None = None,
     sequences: int | None = None,
 ) -> torch.Tensor:
-    """Return the weight of each token's loss, with the shape, dtype and device of old_logp; 0 where the mask is False.
+    """Return the importance weight of each token, with the shape, dtype and device of old_logp; 0 where the mask is
+    False.
 
     Args:
         kind: a key of CORRECTIONS.
         old_logp: the trainer's log-probabilities, packed [T] or padded [B, T], nats.
         rollout_logp: the log-probabilities that the engine reported, in the same shape.
-        mask: True where the policy sampled; bool [T] for packed inputs, or [B, T] of bools or 0 and 1 for padded ones.
-        seq_T: int64 [T], the token's sequence; None for padded inputs, in which each row is a sequence.
-        low: smallest ratio that is not set to 0; None: the default of the kind.
-        high: largest ratio that is left as it is; a larger one becomes `high` (tis) or 0 (icepop, mis). None: the
-            default of the kind.
+        mask: True where the policy sampled: bool [T] for packed inputs, or bools or 0/1 [B, T] for padded inputs.
+        seq_T: int64 [T], sequence index of each token; None for padded inputs, where each row is a sequence.
+        low: lower bound; smaller ratios become 0. None uses the default of `kind`.
+        high: upper bound; larger ratios become `high` (tis) or 0 (icepop, mis). None uses the default of `kind`.
         sequences: number of sequences, as in `aggregate.sum_per_sequence`.
 
     Raises:
-        ValueError: an unknown kind; a low that is negative or above high; a high that is not positive; a low for a kind
-            that only truncates from above; shapes that do not fit.
+        ValueError: an unknown `kind`; a `low` that is negative or above `high`; a non-positive `high`; a `low` for a
+            kind that only truncates from above; mismatched shapes.
     """
     row = find(kind, CORRECTIONS, "rollout correction")
     if seq_T is None:
@@ -123,13 +123,13 @@ def reject_sequences(
     high: float | None,
     sequences: int | None = None,
 ) -> torch.Tensor:
-    """Return bool [B], True for sequences whose geometric mean of the tokens' ratios is within low .. high.
+    """Return bool [B], True for sequences whose geometric-mean token ratio lies in [low, high].
 
-    Source: https://richardli.xyz/rl-collapse. Bounds close to 1 are usual, such as 0.99 and 1.001.
+    Source: https://richardli.xyz/rl-collapse. Typical bounds are close to 1, such as 0.99 and 1.001.
 
-    Unlike the product of the ratios, their geometric mean does not grow or shrink with the length of the sequence. A
-    sequence without an unmasked token has the ratio 1. low, high: None for no bound. sequences: number of sequences, as
-    in `aggregate.sum_per_sequence`.
+    Unlike the product of the token ratios, their geometric mean does not grow or shrink with the sequence length. A
+    fully masked sequence has ratio 1. low, high: None means no bound. sequences: number of sequences, as in
+    `aggregate.sum_per_sequence`.
     """
     _check_bounds(low, high)
     total_B = sum_per_sequence(_log_ratio(old_logp_T, rollout_logp_T, mask_T), seq_T, sequences)
@@ -143,15 +143,16 @@ def mismatch(
     seq_T: torch.Tensor,
     sequences: int | None = None,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return measures of how far old_logp is from the engine's logp: a dict of name -> (mean, weight), 0-d fp64.
+    """Return metrics of the mismatch between old_logp and the engine's logp: name -> (mean, weight), 0-d fp64.
 
-    `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the mean of the batch, from which
-    `finish_monitors` derives further numbers. These are means over tokens:
+    `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the batch mean, from which `finish_monitors`
+    derives other metrics. Means over tokens:
 
     - `mismatch/k1`, `mismatch/k3`: estimates of KL(rollout || old), log(1 / r) and r - 1 - log r
     - `mismatch/ratio`, `mismatch/ratio_square`: r and r^2
 
-    `mismatch/sequence_ratio` and `mismatch/sequence_ratio_square` are means over sequences that have an unmasked token.
+    `mismatch/sequence_ratio` and `mismatch/sequence_ratio_square` are means over sequences with at least one unmasked
+    token.
 
     sequences: number of sequences, as in `aggregate.sum_per_sequence`.
     """
@@ -178,8 +179,8 @@ def disagreement(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean of |logp - rollout_logp| in nats, its weight (number of tokens), and the maximum: 0-d fp64.
 
-    Without an unmasked token they are 0, 0 and -inf. The caller reduces the mean over micro-batches and ranks as the
-    docstring of `mismatch` describes.
+    If no token is unmasked, these are 0, 0 and -inf. See `mismatch` for how to reduce the mean over micro-batches and
+    ranks.
     """
     difference_T, tokens = _log_ratio(logp_T, rollout_logp_T, mask_T).abs(), mask_T.sum().double()
     largest = torch.where(mask_T, difference_T, -torch.inf).amax() if len(mask_T) else tokens - torch.inf
@@ -187,11 +188,11 @@ def disagreement(
 
 
 def finish_monitors(values: dict[str, float]) -> dict[str, float]:
-    """Return the measures of a step, with chi2 and ess in place of the means of r and r^2.
+    """Return a step's mismatch metrics, with the means of r and r^2 replaced by chi2 and ess.
 
     `mismatch/chi2` = E[r^2] - 1 is the chi-square divergence of old from rollout. `mismatch/ess` = E[r]^2 / E[r^2] is
-    the effective sample size as a share of the samples, in (0, 1]. Both use the ratios of tokens;
-    `mismatch/sequence_chi2` and `mismatch/sequence_ess` use the ratios of sequences.
+    the effective sample size as a fraction of the samples, in (0, 1]. Both use token-level ratios;
+    `mismatch/sequence_chi2` and `mismatch/sequence_ess` use sequence-level ratios.
     """
     done = dict(values)
     for level in ("", "sequence_"):

@@ -1,14 +1,14 @@
-"""KL-Cov and Clip-Cov: losses that limit the update at the few tokens that collapse the policy's entropy.
+"""KL-Cov and Clip-Cov: losses that restrict the update on the few tokens that cause entropy collapse.
 
-Source: https://arxiv.org/abs/2505.22617. At these tokens the log-probability and the advantage are both far from their
-means, on the same side. The tokens are selected from the whole batch (all micro-batches and ranks) before the loss is
-computed, and the loss finds them in `x.selected`. A selection within each micro-batch would depend on how the batch is
-divided, which law 2 of the design forbids.
+Source: https://arxiv.org/abs/2505.22617. For these tokens, the log-probability and the advantage are both far from
+their means, in the same direction. The tokens are selected from the whole batch (all micro-batches on all ranks) before
+the loss is computed, and passed to it as `x.selected`. Selecting within each micro-batch would make the result depend
+on how the batch is split, which law 2 of the design forbids.
 
-A selection is `f(x: Selecting, **settings) -> bool [T]`, with the settings of its loss. It gathers from other ranks
-exactly twice, whatever the data are (law 1 of the design): first sums per sequence, then the best candidates of each
-rank. The result is bitwise equal for any distribution of sequences over ranks, because terms are added in ascending
-order, and equal candidates are taken in order of sample and then of token.
+A selection function is `f(x: Selecting, **settings) -> bool [T]`, with the same settings as its loss. It gathers from
+other ranks exactly twice, whatever the data (law 1 of the design): first per-sequence sums, then each rank's best
+candidates. The result is bitwise identical for any distribution of sequences over ranks, because terms are added in
+ascending order and ties are broken by sample and then by token.
 
 T: packed tokens (of one micro-batch in a loss, of the whole rank in a selection); B: sequences of this rank; N: rows of
 all ranks.
@@ -33,17 +33,17 @@ from spmdrl.algos.samples import Gather, Samples, alone
 
 
 def kl_cov(x: LossInputs, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> LossResult:
-    """KL-Cov: a KL penalty at the few tokens that collapse the entropy.
+    """KL-Cov: a KL penalty on the few tokens that cause entropy collapse.
 
     Source: https://arxiv.org/abs/2505.22617; defaults of https://github.com/PRIME-RL/Entropy-Mechanism-of-RL
 
-        covariance of a token = (A - mean A) (logp - mean logp), means over the optimizer step's tokens of all ranks
+        covariance of a token = (A - mean A) (logp - mean logp), means over the optimizer step's tokens on all ranks
         loss = -A r + kl_coef |logp - old_logp| at the selected tokens; -A r elsewhere
 
-    The selected tokens are those with the largest covariance: a share `cov_ratio` of all tokens, and at least one
+    The selected tokens are the fraction `cov_ratio` of all tokens with the largest covariance: at least one token,
     unless `cov_ratio` is 0.
 
-    Further stat: `selected_fraction`.
+    Also reports `selected_fraction`.
     """
     selected = _selected(x, "kl_cov")
     check_share(cov_ratio)
@@ -64,18 +64,17 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> LossResult:
-    """Clip-Cov: PPO's clipped loss, but 0 at a random selection of the tokens that collapse the entropy.
+    """Clip-Cov: PPO's clipped loss, set to 0 for a random subset of the tokens that cause entropy collapse.
 
     Source: https://arxiv.org/abs/2505.22617; defaults of https://github.com/PRIME-RL/Entropy-Mechanism-of-RL
 
         loss = PPO's; 0 at the selected tokens
 
-    The selected tokens are drawn from the tokens with `cov_low < covariance < cov_high` that PPO does not clip. Their
-    number is a share `cov_ratio` of all tokens, and at least one unless `cov_ratio` is 0; if there are fewer such
-    tokens, all of them are selected. `kl_cov` defines the covariance. Whether a token is drawn does not depend on the
-    rank that has it.
+    The selected tokens are drawn from those with `cov_low < covariance < cov_high` that PPO does not clip. Their number
+    is the fraction `cov_ratio` of all tokens (at least one, unless `cov_ratio` is 0), or all candidates if there are
+    fewer. See `kl_cov` for the covariance. Whether a token is drawn does not depend on which rank holds it.
 
-    Further stat: `selected_fraction`. `clip_fraction` is the share of tokens where PPO's clip decides the loss.
+    Also reports `selected_fraction`. `clip_fraction` is the fraction of tokens for which PPO's clip is active.
     """
     selected = _selected(x, "clip_cov")
     check_share(cov_ratio)
@@ -91,7 +90,7 @@ def clip_cov(
 
 
 def check_share(cov_ratio: float) -> None:
-    """Raise ValueError unless the share of tokens is in [0, 1]."""
+    """Raise ValueError unless `cov_ratio` is in [0, 1]."""
     if not 0 <= cov_ratio <= 1:
         raise ValueError(f"cov_ratio is a share of all tokens, in [0, 1], got {cov_ratio}")
 
@@ -110,9 +109,9 @@ def _selected(x: LossInputs, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Selecting:
-    """This rank's tokens of one optimizer step, from which tokens are selected. Tensors are on the host.
+    """This rank's tokens in one optimizer step, to select from. Tensors are on the CPU.
 
-    Floats are fp64, and can have any value where the mask is False. `seq` ascends.
+    Floats are fp64 and may have any value where the mask is False. `seq` is in ascending order.
     """
 
     logp: torch.Tensor
@@ -120,24 +119,23 @@ class Selecting:
     advantages: torch.Tensor
     mask: torch.Tensor
     seq: torch.Tensor
-    """The fields from `logp` to `seq` are [T], as in `LossInputs`."""
+    """The fields `logp` to `seq` have shape [T], as in `LossInputs`."""
     sequences: int
     """Number of sequences, B."""
     draw: torch.Tensor | None = None
-    """[T]: a uniform random number in [0, 1) for each token, which does not depend on the rank that has the token.
-    clip_cov needs it; None for kl_cov."""
+    """[T]: one uniform random number in [0, 1) per token, independent of which rank holds the token. Required by
+    clip_cov; None for kl_cov."""
     gather: Gather = alone
-    """Function that gathers rows of all ranks, as in `Samples`."""
+    """Function that gathers rows from all ranks, as in `Samples`."""
 
 
 def select_kl_cov(x: Selecting, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> torch.Tensor:
-    """Return bool [T], True at the max(1, int(cov_ratio * tokens)) tokens of all ranks with the largest covariance.
+    """Return bool [T], True at the max(1, int(cov_ratio * tokens)) tokens with the largest covariance across all ranks.
 
     Source: https://arxiv.org/abs/2505.22617
 
-    The covariance of a token is (A - mean A)(logp - mean logp), means over all unmasked tokens of all ranks.
-    cov_ratio: in [0, 1]; 0 selects none. kl_coef: not used; it is accepted because the loss has it. Collective in a
-    run.
+    The covariance of a token is (A - mean A)(logp - mean logp), means over all unmasked tokens of all ranks. cov_ratio:
+    in [0, 1]; 0 selects none. kl_coef: unused; accepted because the loss takes it. Collective in a run.
     """
     check_share(cov_ratio)
     cov_T, place_B, most = _covariance(x, cov_ratio)
@@ -157,9 +155,9 @@ def select_clip_cov(
 
     Source: https://arxiv.org/abs/2505.22617
 
-    Of these candidates, it selects the max(1, int(cov_ratio * tokens)) of all ranks with the lowest `draw`, or every
-    candidate if there are fewer. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. ValueError: no `draw`, a
-    setting out of range.
+    Selects the max(1, int(cov_ratio * tokens)) candidates with the lowest `draw` across all ranks, or all candidates if
+    there are fewer. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. Raises ValueError if `draw` is missing
+    or a setting is out of range.
     """
     check_share(cov_ratio)
     check_clip(clip_low, clip_high, most_low=1.0)
@@ -192,10 +190,10 @@ def _covariance(x: Selecting, cov_ratio: float) -> tuple[torch.Tensor, torch.Ten
 def _best(
     x: Selecting, candidates_T: torch.Tensor, value_T: torch.Tensor, place_B: torch.Tensor, most: int
 ) -> torch.Tensor:
-    """Return bool [T]: True at the `most` candidates of all ranks with the largest value."""
+    """Return bool [T]: True at the `most` candidates with the largest values across all ranks."""
     index = torch.nonzero(candidates_T).flatten()
-    # Sort by value; equal values keep the order of the samples. A candidate that is not among this rank's best is not
-    # among the best of all ranks either, so `most` candidates of each rank are enough.
+    # Sort by value, with ties in sample order. A candidate outside this rank's top `most` cannot be in the global top
+    # `most`, so `most` candidates per rank are enough.
     index = index[torch.argsort(place_B[x.seq[index]], stable=True)]
     index = index[torch.argsort(value_T[index], descending=True, stable=True)][:most].sort().values
     value_N, place_n = _rows(x).everyone(value_T[index], seq_n=x.seq[index])

@@ -1,9 +1,8 @@
-"""Advantages that differ from token to token, and the combination of reward and cost.
+"""Token-level advantages, and the combination of reward and cost advantages.
 
-S: sampled tokens of this rank. The time of a token is the number of sampled tokens before it on its path (`tree.py`);
-tokens that a tool wrote do not count. Estimators are functions of `Samples`. They raise ValueError if an input is
-missing or not finite, or if a setting is out of range. Results do not depend on how the sequences are distributed over
-ranks.
+S: sampled tokens on this rank. A token's time step is the number of sampled tokens before it on its path (`tree.py`);
+tool output does not count. Estimators take `Samples` and raise ValueError if an input is missing or not finite, or if a
+setting is out of range. Results do not depend on how sequences are distributed over ranks.
 """
 
 import torch
@@ -23,7 +22,7 @@ def gae(
     critic_lam: float | None = None,
     whiten: bool = True,
 ) -> Result:
-    """GAE: a discounted sum of the temporal-difference errors of a critic over later tokens.
+    """GAE: the discounted sum of a critic's temporal-difference errors over this and later tokens.
 
     Source: https://arxiv.org/abs/1506.02438
 
@@ -31,11 +30,10 @@ def gae(
         A_t      = sum over k of (gamma * lam)^k * error_(t+k)         then whitened
         return_t = V_t + the same sum with critic_lam instead of lam, not whitened
 
-    It needs a critic. Time counts sampled tokens only, so values and discounts skip the tokens that a tool wrote.
-    With `lam` 1 the advantage before the whitening is the discounted reward-to-go minus the value; 0.95 is usual for
-    short responses. `length_adaptive` is VAPO's alpha (0.05 in https://arxiv.org/abs/2504.05118): it sets `lam` to
-    `1 - 1 / (alpha * sampled tokens)`, but to at least 0, for the advantages and not for the returns. With `critic_lam`
-    None, returns use `lam`.
+    Requires a critic. Only sampled tokens count as time steps, so values and discounts skip tool output. With `lam` 1,
+    the advantage before whitening is the discounted reward-to-go minus the value; 0.95 is typical for short responses.
+    `length_adaptive` is VAPO's alpha (0.05 in https://arxiv.org/abs/2504.05118): for the advantages but not for the
+    returns, it sets `lam` to `max(0, 1 - 1 / (alpha * sampled tokens))`. If `critic_lam` is None, returns use `lam`.
 
     It ignores groups.
     """
@@ -62,17 +60,17 @@ def gae(
 
 
 def remax(x: Samples) -> Result:
-    """ReMax: reward-to-go minus the reward of the greedy response.
+    """ReMax: reward-to-go minus the greedy response's reward.
 
     Source: https://arxiv.org/abs/2310.10505
 
         A_t = sum of the rewards from t on - reward of the greedy response to the same prompt
 
-    The engine samples one more response to every prompt, greedily. This greedy response is graded, but the policy does
-    not learn from it. Returns are the reward-to-go.
+    The engine generates one extra greedy response per prompt, which is graded but not trained on. Returns are the
+    reward-to-go.
 
-    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If the only reward of a response is its
-    outcome and this equals the reward of the greedy response, A is 0.
+    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If a response's only reward is its
+    outcome, and this equals the greedy response's reward, A is 0.
     """
     baseline_B = x.need("baseline")
     returns_T = to_go(x, x.rewards, 1.0)
@@ -87,7 +85,7 @@ def reinforce_plus_plus(x: Samples, *, gamma: float = 1.0) -> Result:
         G_t = reward_t + gamma * G_(t+1)
         A_t = G_t, whitened
 
-    It is meant to be used with the KL estimate `k1` in the reward. Returns are `G_t`.
+    Intended for use with the KL estimate `k1` in the reward. Returns are `G_t`.
 
     It ignores groups. If `G_t` is equal at all tokens of the step, A is exactly 0.
     """
@@ -95,15 +93,15 @@ def reinforce_plus_plus(x: Samples, *, gamma: float = 1.0) -> Result:
 
 
 def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result:
-    """Reward-to-go of token rewards, without a baseline. In on-policy distillation the reward of a token is the
+    """Reward-to-go of per-token rewards, without a baseline. In on-policy distillation, a token's reward is the
     teacher's logp minus the policy's.
 
     Source: https://arxiv.org/abs/2306.13649
 
         A_t = reward_t + gamma * A_(t+1)
 
-    With `gamma` 0 the advantage of a token is the reward of this token. With `whiten` the advantages are whitened over
-    the step, but the returns are not.
+    With `gamma` 0, a token's advantage is its own reward. With `whiten`, the advantages are whitened over the step, but
+    the returns are not.
 
     It ignores groups.
     """
@@ -112,19 +110,19 @@ def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result
 
 
 def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_coef: float = 1.0) -> Result:
-    """PRIME: return-to-go of process rewards minus their baseline, plus RLOO of the outcome.
+    """PRIME: return-to-go of process rewards minus their baseline, plus RLOO on the outcome.
 
     Source: https://arxiv.org/abs/2502.01456
 
         A_t = process_coef * sum from t on of gamma^k * (process reward - baseline) + outcome_coef * RLOO of the outcome
 
-    This is eq. 5 of the paper. The baseline of a sequence is the mean, over the other samples of its group, of their
-    mean process reward per token. It is subtracted at every token before the sum, so a long run of tokens with average
-    rewards adds nothing. Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file)
-    the process rewards are its scores of steps, and the paper's implicit reward model is not built.
+    This is eq. 5 of the paper. A sequence's baseline is the mean per-token process reward, averaged over the other
+    samples of its group. It is subtracted at every token before summing, so a long run of tokens with average rewards
+    adds nothing. Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file), its step
+    scores serve as process rewards, and no implicit reward model is created.
 
-    In a group of one, the baselines of both terms are 0. If the outcome rewards of a larger group are equal, the
-    outcome term is 0 and the process term remains.
+    In a group of one, the baselines of both terms are 0. If all outcome rewards of a larger group are equal, the
+    outcome term is 0 and only the process term remains.
     """
     in_range("gamma", gamma, 0, 1)
     process_T = x.need("process")
@@ -142,19 +140,19 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
 
 
 def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
-    """GRPO with process supervision: the sum of the normalised scores of all steps that end at this token or later.
+    """GRPO with process supervision: the sum of the normalised scores of all steps that end at or after this token.
 
     Source: https://arxiv.org/abs/2402.03300
 
         A_t = sum over the steps that end at t or later of
               (score - mean of the group's steps) / (std of the group's steps + eps)
 
-    This is section 4.1.3 of the paper. It needs a process reward model, which scores each step
-    (docs/rewards.md#a-reward-model-in-a-file). Mean and std are over all steps of all samples of the group. The outcome
-    and its shaping are ignored.
+    This is section 4.1.3 of the paper. Requires a process reward model that scores each step
+    (docs/rewards.md#a-reward-model-in-a-file). Mean and std are taken over all steps of all samples in the group. The
+    outcome and its shaping are ignored.
 
-    In a group of one, the steps of the sample are compared with each other. For a single step, A is
-    `score / (1 + eps)`, as if the mean were 0 and the std 1. If the scores of a group are equal, A is exactly 0.
+    In a group of one, the sample's steps are compared with each other. For a single step, A is `score / (1 + eps)`, as
+    if the mean were 0 and the std 1. If all scores of a group are equal, A is exactly 0.
     """
     process_S, ends_S = x.need("process")[x.mask], x.need("ends")[x.mask] != 0
     seq_n = x.seq[x.mask][ends_S]
@@ -166,29 +164,29 @@ def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
 
 
 def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
-    """Optimal token baseline: the return minus the group's mean return at the same time. The mean is weighted by the
-    squared norm of the gradient up to that time.
+    """Optimal token baseline: the return minus the group's mean return at the same time step, weighted by the squared
+    gradient norm up to that step.
 
     Source: https://arxiv.org/abs/2602.07078
 
         W_t = sum up to t of (1 - 2 p + sum over the vocabulary of p^2)            G_t = sum of the rewards from t on
         A_t = G_t - (sum over the group of W_t * G_t) / (sum over the group of W_t + eps)
 
-    `p` is the probability of the sampled token under the policy at the start of the training step. `W_t` sums the
-    squared norms of the gradient with respect to the logits. The sums over the group run over the samples that reach
-    time `t`. Returns are `G_t`. It costs one more forward of the policy, for the sum over the vocabulary. Every rank
-    stores four fp64 numbers for each sampled token of all ranks.
+    `p` is the sampled token's probability under the policy at the start of the training step. `W_t` accumulates the
+    squared norms of the gradient with respect to the logits. Group sums include only samples that reach time step `t`.
+    Returns are `G_t`. The sum over the vocabulary costs one extra forward pass of the policy. Every rank stores four
+    fp64 numbers per sampled token of all ranks.
 
-    The baseline is 0 at a time that only one sample reaches, because A would be 0 if the baseline were the return of
-    that sample. In a group of one, A is `G_t`. At a time that two or more samples of a group reach, A is 0 (up to
+    At a time step that only one sample reaches, the baseline is 0, because with its own return as the baseline, A would
+    always be 0. In a group of one, A is `G_t`. At a time step that several samples of a group reach, A is 0 (up to
     `eps`) if their `G_t` are equal.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]
     seq_S, returns_T = x.seq[x.mask], to_go(x, x.rewards, 1.0)
     energy_S = 1 - 2 * logp_S.exp() + collision_S
-    # Rounding can make the squared norm slightly negative if p is near 1. A larger negative number comes from wrong
-    # inputs, so it is not set to 0.
+    # If p is near 1, rounding can make the squared norm slightly negative. Larger negative values indicate wrong inputs
+    # and are not clamped.
     energy_S = torch.where(energy_S > -1e-4, energy_S.clamp(min=0), energy_S)
     after_S = tokens_follow(x)
     energy_S, time_S = discount(energy_S, after_S, torch.ones_like(energy_S), forward=True), depths(after_S)
@@ -208,11 +206,11 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
 
 
 def lagrangian(advantages_T: torch.Tensor, cost_advantages_T: torch.Tensor, multiplier: float) -> torch.Tensor:
-    """Return the advantage that combines reward and cost, (A - multiplier * A_cost) / (1 + multiplier), [T].
+    """Return the combined reward and cost advantage, (A - multiplier * A_cost) / (1 + multiplier), [T].
 
     Source: Safe RLHF, https://arxiv.org/abs/2310.12773
 
-    ValueError: negative multiplier, shapes that differ.
+    Raises ValueError for a negative multiplier or mismatched shapes.
     """
     in_range("multiplier", float(multiplier), 0)
     if advantages_T.shape != cost_advantages_T.shape:
@@ -226,7 +224,7 @@ def lagrangian(advantages_T: torch.Tensor, cost_advantages_T: torch.Tensor, mult
 def to_go(x: Samples, x_T: torch.Tensor, gamma: float) -> torch.Tensor:
     """Return the discounted sum of x from each sampled token to the end of its sequence.
 
-    In a tree the sum is over all descendants. [T] -> [T], fp64, 0 at tokens that were not sampled.
+    In a tree, the sum runs over all descendants. [T] -> [T], fp64, 0 at tokens that were not sampled.
     """
     x_S = x_T.double()[x.mask]
     return x.spread(discount(x_S, tokens_follow(x), torch.full_like(x_S, gamma)))

@@ -1,4 +1,4 @@
-"""The table of all advantage estimators, and the advantages of a padded batch."""
+"""Table of all advantage estimators, and a function that computes the advantages of a padded batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from spmdrl.algos.rows import as_tensor, find, nearest, settings_of, unpad
 from spmdrl.algos.samples import Result, Samples, at_last_sampled
 
 PER_TOKEN = tuple(f.name for f in fields(Samples) if f.default is None and f.metadata["shape"] == "T")
-"""Names of the optional fields of Samples that have a number for each token."""
+"""Names of the optional per-token fields of `Samples`."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Advantage:
 
     function: Callable[..., Result]
     needs: tuple[str, ...] = ()
-    """Names of the fields of Samples that the estimator requires."""
+    """Names of the `Samples` fields that the estimator requires."""
     reads: tuple[str, ...] = ()
-    """Names of further fields of Samples that it uses if they are given."""
+    """Names of `Samples` fields that the estimator uses if they are given."""
     compares: bool = True
-    """Whether it compares the samples of a group. If not, it ignores `group`."""
+    """Whether the estimator compares the samples of a group. If not, `group` is ignored."""
     gradient: Literal["exact", "scaled", "biased"] = "biased"
     """How the expected policy gradient differs from the true one (docs/credit.md): not at all (`exact`); only by the
     factor 1 - 1/n (`scaled`), because the baseline of n samples includes the sample itself; or in direction, too
@@ -36,13 +36,13 @@ class Advantage:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the names of the fields of Samples that the estimator uses in addition to rewards and groups."""
+        """Return the names of the `Samples` fields that the estimator uses in addition to rewards and groups."""
         return (*self.needs, *self.reads)
 
 
 def own_advantage(function: Callable[..., Result]) -> Advantage:
-    """Return an `Advantage` with a user's function. The function can have an attribute `needs`, a tuple of the names of
-    the fields of Samples that it requires.
+    """Wrap a user-defined function in an `Advantage`. The function may have an attribute `needs`: a tuple with the
+    names of the `Samples` fields that it requires.
     """
     return Advantage(function, needs=getattr(function, "needs", ()), compares=False)
 
@@ -76,23 +76,23 @@ ADVANTAGES: dict[str, Advantage] = {
 def compute_advantages(
     name: str, *, rewards: Any, mask: Any, group: Any = None, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns of a padded batch by the estimator `name`, a key of ADVANTAGES.
+    """Compute advantages and returns of a padded batch with the estimator `name`, a key of ADVANTAGES.
 
     Args:
-        name: such as "grpo" or "gae".
-        rewards: [B, T], a reward for each token; or [B], outcomes, which are placed on the last sampled token.
+        name: estimator name, such as "grpo" or "gae".
+        rewards: per-token rewards [B, T], or outcome rewards [B], which are placed on the last sampled token.
         mask: [B, T], True or 1 where the policy sampled.
-        group: [B], a number or string that names the prompt of each row; estimators that compare samples need it.
-        inputs: keyword settings of the estimator, such as gamma, and fields of Samples. Fields are [B, T], but
-            `baseline` is [B] or one number, and `parts` is a dict of name -> [B] or [B, T]. Fields that the estimator
-            does not use are ignored. For "reinforce", `baseline` is a setting and not a field.
+        group: [B], a number or string per row that identifies its prompt; required by estimators that compare samples.
+        inputs: keyword settings of the estimator, such as gamma, and fields of `Samples`. Fields are [B, T], except
+            `baseline` ([B] or a scalar) and `parts` (a dict of name -> [B] or [B, T]). Fields that the estimator does
+            not use are ignored. For "reinforce", `baseline` is a setting and not a field.
 
     Returns:
         advantages [B, T] and returns [B, T], 0 where the mask is 0, on the device and in the dtype of `rewards`
         (float64 if `rewards` are integers or bools). The computation is in float64.
 
     Raises:
-        ValueError: an unknown name or setting, a missing input, shapes that do not fit, rewards that are not finite.
+        ValueError: an unknown name or setting, a missing input, mismatched shapes, or rewards that are not finite.
     """
     estimator = find(name, ADVANTAGES, "advantage estimator")
     rewards, (mask_T, seq_T, shape) = as_tensor("rewards", rewards), unpad(mask)
@@ -131,8 +131,8 @@ def compute_advantages(
 def _at_tokens(
     name: str, value: Any, mask_T: torch.Tensor, seq_T: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Return rewards as fp64 [B * T], 0 where the mask is 0. An outcome, from a `value` of shape [B], is placed on the
-    last sampled token of its row.
+    """Return rewards as fp64 [B * T], 0 where the mask is 0. Outcome rewards (a `value` of shape [B]) are placed on the
+    last sampled token of each row.
     """
     x = as_tensor(name, value).cpu().double()
     if tuple(x.shape) == shape:
@@ -143,7 +143,7 @@ def _at_tokens(
 
 
 def _numbered(group: Any, rows: int) -> torch.Tensor:
-    """Return groups as int64 [B], numbered in the order in which they first appear; one group if `group` is None."""
+    """Return groups as int64 [B], numbered in order of first appearance; a single group if `group` is None."""
     items = [0] * rows if group is None else group.tolist() if hasattr(group, "tolist") else list(group)
     if len(items) != rows or any(isinstance(item, list) for item in items):
         raise ValueError(f"group must be [{rows}], one number or string for each row, got {len(items)} entries")

@@ -1,10 +1,9 @@
-"""Chooses the groups that a step learns from (dynamic sampling).
+"""Selects the groups that a step trains on (dynamic sampling).
 
-B: sequences. A group is the samples of one prompt, and all of its samples are in the batch. A filter is
-`f(score_B, group_B, **settings) -> bool [B]`, True for the sequences that are kept. It keeps whole groups.
-score_B: any real dtype; group_B: int64, any numbering. The result depends neither on the order of the samples nor on
-the other groups, so the number of ranks does not change it. ValueError: shapes that are not [B], a score that is not
-finite.
+B: sequences. A group consists of all samples for one prompt; the batch contains all of them. A filter is `f(score_B,
+group_B, **settings) -> bool [B]`, True for sequences to keep; it keeps or drops whole groups. score_B: any real dtype;
+group_B: int64, any numbering. The result depends neither on the sample order nor on the other groups, so it does not
+depend on the number of ranks. Raises ValueError for shapes other than [B] or scores that are not finite.
 """
 
 import math
@@ -16,7 +15,7 @@ from spmdrl.algos.groups import grouped
 
 
 def mixed(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Dynamic sampling: keeps groups whose scores differ, because the advantages of equal scores are 0.
+    """Dynamic sampling: keeps groups whose scores are not all equal, because equal scores give advantages of 0.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476
 
@@ -29,17 +28,17 @@ def mixed(score_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
 def accuracy_range(
     score_B: torch.Tensor, group_B: torch.Tensor, *, low: float = 0.2, high: float = 0.8
 ) -> torch.Tensor:
-    """Online prompt filtering: keeps groups whose mean score is in [low, high], both bounds included.
+    """Online prompt filtering: keeps groups whose mean score is in [low, high], inclusive.
 
     Source: PRIME, https://arxiv.org/abs/2502.01456
 
-    The default bounds are for scores of 0 and 1, whose mean is the accuracy. ValueError: low above high.
+    The default bounds assume scores of 0 and 1, whose mean is the accuracy. Raises ValueError if low is above high.
     """
     if not low <= high:
         raise ValueError(f"accuracy_range needs low <= high, got {low} and {high}")
     score_B, groups = grouped(score_B, group_B)
-    # `groups.sum` adds scores in ascending order, so its rounding does not depend on the order of the samples. If the
-    # rounding did depend on it, the order could decide whether a mean that equals a bound is kept.
+    # `groups.sum` adds scores in ascending order, so its rounding does not depend on the sample order. Otherwise the
+    # order could decide whether a mean that equals a bound is kept.
     mean_B = groups.sum(score_B) / groups.size_N
     return (low <= mean_B) & (mean_B <= high)
 
@@ -51,9 +50,9 @@ FILTERS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the filter") -> torch.Tensor:
-    """Return `keep_B` after a check that it is bool [B] and the same within each group.
+    """Check that `keep_B` is bool [B] and constant within each group, and return it.
 
-    name: name of the filter function, for the message. ValueError: the check fails.
+    name: filter name, for the error message. Raises ValueError if the check fails.
     """
     if not isinstance(keep_B, torch.Tensor) or keep_B.dtype != torch.bool or keep_B.shape != group_B.shape:
         got = f"{keep_B.dtype} {list(keep_B.shape)}" if isinstance(keep_B, torch.Tensor) else type(keep_B).__name__
@@ -72,8 +71,8 @@ def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the f
 def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -> torch.Tensor:
     """Return the `wanted` lowest kept positions, or all if there are fewer: int64, ascending.
 
-    kept_positions: int64 positions of prompts, in any order; one tensor, or one tensor for each rank or round. A
-    position can occur several times, once for each sample of the prompt, and counts once.
+    kept_positions: int64 prompt positions in any order, as one tensor, or as one tensor per rank or round. A position
+    may occur several times (once per sample of the prompt) and counts once.
     """
     parts = [kept_positions] if isinstance(kept_positions, torch.Tensor) else list(kept_positions)
     assert wanted >= 0 and all(part.dtype == torch.int64 for part in parts), (wanted, [p.dtype for p in parts])
@@ -81,10 +80,11 @@ def choose(kept_positions: torch.Tensor | Sequence[torch.Tensor], wanted: int) -
 
 
 def shortage(name: str, kept: int, sampled: int, wanted: int, rounds: int) -> str:
-    """Return the error message for a step with too few prompts after the filter `name`, with the flags to change.
+    """Return the error message for a step with too few prompts left after the filter `name`, including the flags to
+    change.
 
-    kept, sampled: numbers of kept and of sampled prompts over all ranks and rounds. wanted: number of prompts that the
-    step needs. rounds: number of rounds of sampling.
+    kept, sampled: number of prompts kept and sampled, over all ranks and rounds. wanted: number of prompts that the
+    step needs. rounds: number of sampling rounds.
     """
     rate = kept / sampled if sampled else 0.0
     shortfall = (

@@ -1,6 +1,6 @@
-"""Groups of rows, and sums over groups that do not depend on the order of the rows.
+"""Groups of rows, and group sums that do not depend on the order of the rows.
 
-N: rows of any kind; B: rows that are the sequences of a batch. A group is usually the samples of one prompt.
+N: rows of any kind; B: the sequences of a batch. A group usually consists of the samples for one prompt.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from spmdrl.algos.rows import in_range
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of rows, and the order in which sums add rows, so that sums do not depend on the order of the rows."""
+    """Groups of rows, with a fixed summation order, so that sums do not depend on the order of the rows."""
 
     index_N: torch.Tensor
-    """int64: number of each row's group, counted from 0; groups are numbered by ascending key."""
+    """int64: group index of each row; groups are numbered from 0 in ascending key order."""
     order_N: torch.Tensor
     """int64: indices of the rows, sorted by group and then by value."""
     size_N: torch.Tensor
-    """fp64: number of rows in the group of each row."""
+    """fp64: size of each row's group."""
 
     @staticmethod
     def of(keys: Sequence[torch.Tensor], *values_N: torch.Tensor) -> "Groups":
-        """Group the rows that have equal keys. keys: tensors [N]. values_N: tensors [N]; later sums add the rows of a
-        group in ascending order of these values.
+        """Group rows with equal keys. keys: tensors [N]. values_N: tensors [N]; sums add the rows of a group in
+        ascending order of these values.
         """
         index_N = torch.zeros(len(keys[0]), dtype=torch.int64)
         for key_N in keys:
@@ -37,23 +37,23 @@ class Groups:
         return Groups(index_N, order_N, torch.bincount(index_N).double()[index_N])
 
     def sum(self, x_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum of x over the group of each row, [N]."""
+        """Return the sum of x over each row's group, [N]."""
         sums = torch.zeros_like(x_N)  # N entries are enough, because there are at most N groups
         return sums.index_add_(0, self.index_N[self.order_N], x_N[self.order_N])[self.index_N]
 
     def low(self, x_N: torch.Tensor) -> torch.Tensor:
-        """Return the lowest x of the group of each row, [N]."""
+        """Return the minimum of x in each row's group, [N]."""
         lowest = torch.zeros_like(x_N).scatter_reduce_(0, self.index_N, x_N, "amin", include_self=False)
         return lowest[self.index_N]
 
     def high(self, x_N: torch.Tensor) -> torch.Tensor:
-        """Return the highest x of the group of each row, [N]."""
+        """Return the maximum of x in each row's group, [N]."""
         highest = torch.zeros_like(x_N).scatter_reduce_(0, self.index_N, x_N, "amax", include_self=False)
         return highest[self.index_N]
 
 
 def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return x minus the mean of the row's group; 0 in a group of one."""
+    """Return x minus the group mean; 0 in a group of one."""
     # The lowest value of the group is subtracted first. Equal values are then centred to exactly 0, so `normalise` does
     # not divide rounding errors by eps.
     above_N = x_N - groups.low(x_N)
@@ -61,7 +61,7 @@ def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def spread(centred_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return the unbiased std of each row's group, from centred values; 0 in a group of one."""
+    """Return each row's unbiased group std, computed from centred values; 0 in a group of one."""
     scale_N = power_of_two(groups.low(-centred_N.abs()))
     squares_N = groups.sum((centred_N / scale_N).square())
     return (squares_N / (groups.size_N - 1).clamp(min=1)).sqrt() * scale_N
@@ -76,7 +76,7 @@ def normalise(x_N: torch.Tensor, groups: Groups, eps: float) -> torch.Tensor:
 
 
 def subtract_mean(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return x minus the mean of the row's group, or x itself in a group of one."""
+    """Return x minus the group mean, or x itself in a group of one."""
     return torch.where(groups.size_N > 1, centre(x_N, groups), x_N)
 
 
@@ -97,9 +97,9 @@ def power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def finite_column(score_B: torch.Tensor, what: str = "rewards") -> torch.Tensor:
-    """Return a column [B] in fp64, without gradient. what: name of the column, for messages.
+    """Return a column [B] in fp64, detached. what: column name, for error messages.
 
-    ValueError: the column has another shape, or a number that is not finite.
+    Raises ValueError if the shape is not [B] or a value is not finite.
     """
     if score_B.ndim != 1:
         raise ValueError(f"{what} must be [B], one per sequence, got {list(score_B.shape)}")
@@ -113,7 +113,7 @@ def finite_column(score_B: torch.Tensor, what: str = "rewards") -> torch.Tensor:
 
 
 def grouped(score_B: torch.Tensor, group_B: torch.Tensor, what: str = "rewards") -> tuple[torch.Tensor, Groups]:
-    """Return scores [B] as `finite_column` does, and their groups. group_B: int64, any numbering."""
+    """Return the scores [B] as `finite_column` does, and their groups. group_B: int64, any numbering."""
     score_B = finite_column(score_B, what)
     if score_B.shape != group_B.shape:
         raise ValueError(f"{what} and group must both be [B], got {list(score_B.shape)} and {list(group_B.shape)}")

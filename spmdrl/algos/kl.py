@@ -13,12 +13,12 @@ from spmdrl.algos.loss_inputs import LOG_RATIO_LIMIT
 from spmdrl.algos.rows import as_tensor, find
 
 K3_LIMIT = 10.0
-"""Upper bound of k3. k3 grows exponentially, so without a bound one token could dominate the mean. verl 0.9.1 has the
-same bound."""
+"""Upper bound on k3, which grows exponentially: without a bound, a single token could dominate the mean. verl 0.9.1
+uses the same bound."""
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
-    """Unbiased, can be negative. Its gradient is 0 on average, so it has no effect in the loss: use it in the reward.
+    """Unbiased, can be negative. Its expected gradient is 0, so it has no effect as a loss term: use it in the reward.
 
     value: d; gradient: 1
     """
@@ -34,7 +34,7 @@ def absolute(d: torch.Tensor) -> torch.Tensor:
 
 
 def k2(d: torch.Tensor) -> torch.Tensor:
-    """Biased, with a small variance. Its gradient is on average that of the KL.
+    """Biased, with low variance. Its expected gradient is that of the KL.
 
     value: d^2 / 2; gradient: d
     """
@@ -42,13 +42,13 @@ def k2(d: torch.Tensor) -> torch.Tensor:
 
 
 def k3(d: torch.Tensor) -> torch.Tensor:
-    """Unbiased but for its upper bound of 10, never negative. Its gradient is on average that of
-    KL(reference || policy).
+    """Never negative, and unbiased except for its upper bound of 10. Its expected gradient is that of KL(reference ||
+    policy).
 
     value: exp(-d) - 1 + d; gradient: 1 - exp(-d)
     """
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # expm1 keeps precision: for the small d of training, exp(-d) - 1 + d would be rounding noise in fp32.
+    # expm1 keeps precision: d is small during training, where exp(-d) - 1 + d would be rounding noise in fp32.
     return (torch.expm1(-d) + d).clamp(max=K3_LIMIT)
 
 
@@ -79,22 +79,22 @@ KL_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def kl_estimate(kind: str, logp: torch.Tensor, ref_logp: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the KL estimate of each token, in nats and the shape of logp, differentiable in logp.
+    """Return the KL estimate of each token in nats, with the shape of logp and differentiable with respect to logp.
 
-    If logp and ref_logp are tensors of different dtypes, the result has the more precise one.
+    If logp and ref_logp are tensors of different dtypes, the result has the more precise dtype.
 
     Args:
         kind: a key of KL_KINDS.
         logp: log-probabilities of the sampled tokens under the policy, any shape.
         ref_logp: log-probabilities of the same tokens under the reference; a tensor, an array or a list.
-        mask: optional bool; where it is False the estimate and its gradient are exactly 0, whatever the inputs are.
+        mask: optional bool tensor; where it is False, the estimate and its gradient are exactly 0, whatever the inputs.
 
     Raises:
-        ValueError: an unknown kind, shapes that differ.
+        ValueError: an unknown kind or mismatched shapes.
     """
     estimate, logp = find(kind, KL_KINDS, "KL estimate"), torch.as_tensor(logp)
     given = as_tensor("ref_logp", ref_logp, tuple(logp.shape))
-    # A tensor keeps its precision, because a reference can be float64 while logp is the engine's, which is float32.
+    # Tensors keep their precision: the reference can be float64 while logp comes from the engine in float32.
     ref_logp = given.to(logp.device) if isinstance(ref_logp, torch.Tensor) else given.to(logp)
     if mask is not None:
         logp, ref_logp = torch.where(mask, logp, 0.0), torch.where(mask, ref_logp, 0.0)
@@ -107,9 +107,10 @@ def adaptive_coef(coef: float, kl: float, target: float, horizon: float, samples
     Source: https://arxiv.org/abs/1909.08593, section 2.2
 
     The result is coef * (1 + e * samples / horizon) with e = kl / target - 1 clipped to +-0.2. kl, target: in nats,
-    both per token or both per sequence (as in the paper). samples: number of sequences of the step. horizon: number of
-    sequences over which the coefficient changes by about 20 % at most. ValueError: negative coef, target or horizon not
-    positive, more than 5 horizons in one step (the coefficient could turn negative), kl not finite.
+    both per token or both per sequence (as in the paper). samples: number of sequences in the step. horizon: number of
+    sequences over which the coefficient changes by at most about 20 %. Raises ValueError for a negative coef, a
+    non-positive target or horizon, more than 5 horizons in one step (the coefficient could turn negative), or a kl that
+    is not finite.
     """
     if not coef >= 0 or not target > 0 or not horizon > 0:
         raise ValueError(f"coef must be >= 0, target and horizon > 0, got {coef}, {target} and {horizon}")

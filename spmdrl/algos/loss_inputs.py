@@ -1,4 +1,4 @@
-"""Inputs and results of policy losses, and computations that they share. T: packed tokens of one micro-batch."""
+"""Inputs and outputs of policy losses, and helpers that they share. T: packed tokens of one micro-batch."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ import torch
 from spmdrl.algos.aggregate import sum_per_sequence
 
 LOG_RATIO_LIMIT = 20.0
-"""Largest absolute log ratio. Larger ones are clamped before exp, so that one bad token does not make the loss inf."""
+"""Maximum absolute log ratio. Log ratios are clamped to it before exp, so that one bad token cannot make the loss
+inf."""
 
 LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""The loss [T], and a dict of name -> statistic, detached [T]. All are 0 where the mask is False."""
+"""The loss [T], and a dict of name -> detached statistic [T]. All are 0 where the mask is False."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a policy loss, all packed [T]. Log-probabilities are those of the sampled tokens, in nats."""
+    """Inputs to a policy loss, all packed [T]. Log-probabilities are those of the sampled tokens, in nats."""
 
     logp: torch.Tensor
     """Log-probability under the current policy, with gradient."""
@@ -23,10 +24,10 @@ class LossInputs:
     """Log-probability under the policy at the start of the step, without gradient."""
     advantages: torch.Tensor
     mask: torch.Tensor
-    """bool, True where the policy sampled. Elsewhere the other tensors can have any value, even nan."""
+    """bool, True where the policy sampled. Elsewhere, the other tensors may have any value, even nan."""
     seq: torch.Tensor
-    """int64, ascending: number of the token's sequence in this micro-batch. A sequence is never cut, so a loss can sum
-    over it. All paths of an episode that branches are one sequence, in which the mask is True only once for a sampled
+    """int64, ascending: sequence index of each token in this micro-batch. Sequences are never split, so a loss can sum
+    over them. All paths of a branching episode form one sequence, in which the mask is True only once for each sampled
     token."""
     entropy: torch.Tensor | None = None
     """Entropy of the current policy at this token, nats, with gradient."""
@@ -34,60 +35,61 @@ class LossInputs:
     rollout_logp: torch.Tensor | None = None
     """Log-probability that the engine reported when it sampled the token."""
     weights: torch.Tensor | None = None
-    """Importance weights by which the loss is multiplied, because rollout_logp differs from old_logp; no gradient."""
+    """Importance weights, without gradient. The loss is multiplied by them to correct for rollout_logp differing from
+    old_logp."""
     selected: torch.Tensor | None = None
     """bool: True at the tokens that `Loss.select` selected from the whole batch; None for losses without `select`."""
     sequences: int | None = None
-    """Number of sequences in this micro-batch. With None, sums over sequences read it from `seq`, and so wait for the
-    device."""
+    """Number of sequences in this micro-batch. If None, sequence sums read it from `seq`, which causes a device
+    sync."""
 
 
 def masked(value_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Return the value where the mask is True, else exactly 0; the gradient too is 0 there."""
-    # Losses call this on their inputs before any arithmetic, because nan times 0 is still nan, in the gradient too.
+    """Return the values where the mask is True, and exactly 0 elsewhere; the gradient is 0 there, too."""
+    # Losses call this on their inputs before any arithmetic, because nan times 0 is still nan, also in the gradient.
     return torch.where(mask_T, value_T, 0.0)
 
 
 def log_ratio_of(x: LossInputs) -> torch.Tensor:
-    """Return logp - old_logp, [T], not clamped; 0 where the mask is False."""
+    """Return the unclamped log ratio logp - old_logp, [T]; 0 where the mask is False."""
     return masked(x.logp, x.mask) - masked(x.old_logp, x.mask)
 
 
 def exp_clamped(log_ratio_T: torch.Tensor) -> torch.Tensor:
-    """Return exp of the log ratio clamped to +-20. The gradient is 0 where it is clamped."""
+    """Clamp the log ratio to +-20 and return its exp. The gradient is 0 where it is clamped."""
     return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def ratio_stats(ratio_T: torch.Tensor, log_ratio_T: torch.Tensor, x: LossInputs) -> dict[str, torch.Tensor]:
-    """Return the stats `ratio` and `old_kl`, which the docstring of `token_losses.py` defines."""
+    """Return the stats `ratio` and `old_kl`, as defined in the docstring of `token_losses.py`."""
     return {"ratio": masked(ratio_T.detach().to(log_ratio_T.dtype), x.mask), "old_kl": -log_ratio_T.detach()}
 
 
 def clipped_surrogate(
     advantages_T: torch.Tensor, ratio_T: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return -A r and -A clip(r, 1 - clip_low, 1 + clip_high). PPO's loss is the larger of these two."""
+    """Return -A r and -A clip(r, 1 - clip_low, 1 + clip_high). PPO's loss is the larger of the two."""
     return -advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
 
 
 def weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return the loss times the token's importance weight, if there are weights."""
+    """Multiply the loss by the importance weights, if there are any."""
     return loss_T if x.weights is None else loss_T * masked(x.weights, x.mask)
 
 
 def sequence_sum(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return the sum of value over the unmasked tokens of each token's sequence: fp64 [T], 0 at masked tokens."""
+    """Return, at each token, the sum over its sequence's unmasked tokens: fp64 [T], 0 at masked tokens."""
     return masked(sum_per_sequence(masked(value_T, x.mask), x.seq, x.sequences)[x.seq], x.mask)
 
 
 def sequence_mean(value_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return the mean of value over the unmasked tokens of each token's sequence: fp64 [T], 0 at masked tokens."""
+    """Return, at each token, the mean over its sequence's unmasked tokens: fp64 [T], 0 at masked tokens."""
     # The clamp avoids 0 / 0 for a sequence without an unmasked token.
     return sequence_sum(value_T, x) / sum_per_sequence(x.mask, x.seq, x.sequences).clamp(min=1)[x.seq]
 
 
 def sequence_weighted(loss_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """Return a loss with one number per sequence, times the geometric mean of the sequence's importance weights.
+    """Multiply a sequence-level loss by the geometric mean of the sequence's importance weights.
 
     If all weights are equal, the factor is that weight. If one weight is 0, the factor is 0.
     """

@@ -1,7 +1,7 @@
-"""The table of all policy losses, and the loss of a padded batch as one number.
+"""Table of all policy losses, and a function that computes the scalar loss of a padded batch.
 
-The functions are in `token_losses.py`, `sequence_losses.py` and `covariance_losses.py`. The docstring of
-`token_losses.py` describes their inputs and results.
+The losses are implemented in `token_losses.py`, `sequence_losses.py` and `covariance_losses.py`. See the docstring of
+`token_losses.py` for their inputs and outputs.
 """
 
 from collections.abc import Callable
@@ -20,33 +20,33 @@ from spmdrl.algos.token_losses import cispo, dppo_kl, dppo_tv, dro, gpg, ppo, re
 
 @dataclass(frozen=True)
 class Loss:
-    """One policy loss: its function, and the properties that a run must know to use it.
+    """One policy loss: its function, and the properties that a run needs to use it.
 
     The keyword-only parameters of the function are its settings. Its docstring names the paper (`rows.paper_of`).
     """
 
     function: Callable[..., LossResult]
     aggregation: str = "token-mean"
-    """Aggregation that the paper or its authors use. A run uses it, too, unless its settings name another one."""
+    """Aggregation used by the paper or its authors. A run uses it by default."""
     scope: Literal["token", "sequence", "one per sequence"] = "token"
-    """The logp values on which the loss of a token depends: `token`, that of the token only; `sequence`, those of its
-    whole sequence; `one per sequence`, those of its whole sequence, and all tokens of a sequence have the same loss.
-    Only a mean over sequences has a meaning for `one per sequence`, so for such a loss a run always uses `aggregation`.
-    (For `gspo`, the losses of a sequence are equal only if its advantages are.)"""
+    """Which logp values the loss of a token depends on: only its own (`token`), those of its whole sequence
+    (`sequence`), or those of its whole sequence with the same loss for all of its tokens (`one per sequence`). In the
+    last case only a mean over sequences makes sense, so a run always uses `aggregation`. (With `gspo`, the losses
+    within a sequence are equal only if its advantages are.)"""
     select: Callable[..., torch.Tensor] | None = None
     """Function that selects tokens from the whole batch before the loss is computed, for `LossInputs.selected`. It
-    takes the settings of the loss. None if the loss needs no selection."""
+    takes the same settings as the loss. None if the loss needs no selection."""
     has_ratio: bool = True
     """Whether the loss compares logp with old_logp, by their ratio or their difference."""
     skips: bool = True
-    """Whether the loss of a sequence with advantage 0 is 0, so that the forward may skip the sequence."""
+    """Whether a sequence with advantage 0 has loss 0, so that the forward pass can skip it."""
 
 
 def own_loss(function: Callable[..., LossResult]) -> Loss:
-    """Return a `Loss` with a user's function.
+    """Wrap a user-defined function in a `Loss`.
 
-    The scope is `token` if the function has an attribute `token_separable` that is True, or if the function is a
-    built-in loss with the scope `token`. In all other cases the scope is `sequence`.
+    The scope is `token` if the function has a true attribute `token_separable` or is a built-in loss with that scope,
+    and `sequence` otherwise.
     """
     built_in = any(loss.function is function and loss.scope == "token" for loss in LOSSES.values())
     separable = built_in or getattr(function, "token_separable", False)
@@ -74,7 +74,7 @@ LOSSES: dict[str, Loss] = {
 
 
 INPUTS = tuple(field.name for field in fields(LossInputs) if field.default is None and field.name != "sequences")
-"""Names of the optional inputs of a loss."""
+"""Names of the optional inputs to a loss."""
 
 
 def compute_loss(
@@ -89,27 +89,29 @@ def compute_loss(
     draw: Any = None,
     **settings: Any,
 ) -> torch.Tensor:
-    """Return the policy loss `name`, a key of LOSSES, of a padded batch as one number, differentiable in `logp`.
+    """Compute the policy loss `name`, a key of LOSSES, of a padded batch as a scalar that is differentiable in `logp`.
 
     Args:
-        name: such as "ppo" or "gspo".
-        logp: [B, T], log-probabilities under the current policy, nats. Only this input must be a tensor, because the
-            result is differentiated with respect to it.
+        name: loss name, such as "ppo" or "gspo".
+        logp: [B, T], log-probabilities under the current policy, in nats. Must be a tensor, unlike the other inputs,
+            because the result is differentiated with respect to it.
         old_logp: [B, T], log-probabilities under the policy at the start of the step.
         advantages: [B, T].
         mask: [B, T], True or 1 where the policy sampled. Rows without a sampled token do not count.
-        aggregation: one of AGGREGATIONS; None: the one that the paper of the loss uses. It has no effect on losses with
-            one number per sequence, which are always means over sequences.
-        horizon: number of tokens by which `seq-mean-token-sum-norm` divides; None: T.
-        draw: [B, T], uniform random numbers in [0, 1) by which clip_cov selects tokens; None: drawn with a fixed seed.
-        settings: keyword settings of the loss, such as clip_low; and inputs [B, T]: weights, ref_logp, rollout_logp,
-            entropy, selected (see LossInputs). Without `selected`, kl_cov and clip_cov select tokens of this batch.
+        aggregation: one of AGGREGATIONS, or None for the one that the loss's paper uses. Ignored by losses with one
+            value per sequence, which are always averaged over sequences.
+        horizon: number of tokens that `seq-mean-token-sum-norm` divides by, or None for T.
+        draw: [B, T], uniform random numbers in [0, 1) that clip_cov uses to select tokens, or None to draw them with a
+            fixed seed.
+        settings: keyword settings of the loss, such as clip_low, and inputs [B, T]: weights, ref_logp, rollout_logp,
+            entropy, selected (see LossInputs). If `selected` is not given, kl_cov and clip_cov select tokens from this
+            batch.
 
     Returns:
         the loss, a 0-d tensor in the dtype and on the device of `logp`.
 
     Raises:
-        ValueError: an unknown name or setting, a setting out of range, shapes that do not fit.
+        ValueError: an unknown name or setting, a setting out of range, or mismatched shapes.
     """
     loss = find(name, LOSSES, "loss")
     known = settings_of(loss.function)
@@ -148,7 +150,7 @@ def compute_loss(
 def _select(
     select: Callable[..., torch.Tensor], x: LossInputs, shape: tuple[int, int], draw: Any, settings: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the tokens that `select` chooses in this batch, bool [T]."""
+    """Return the tokens that `select` chooses from this batch, bool [T]."""
     if draw is None:
         draw_T = torch.rand(len(x.mask), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     else:

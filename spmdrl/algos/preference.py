@@ -1,9 +1,9 @@
-"""Losses of preference learning, per pair (a chosen and a rejected response to one prompt) or per labelled response.
+"""Preference losses, per pair (a chosen and a rejected response to one prompt) or per labelled response.
 
-A loss is a function of `Pairs` or `Labelled` that returns the loss of every pair or response. A step's loss is the mean
-of these numbers, times the weights of pairs or responses if the settings give them weights. It does not depend on
-micro-batches or ranks (law 2 of the design). AOT sorts the pairs of the whole step, so it uses values of other pairs,
-which are computed before the first micro-batch (`Pairs.matched`).
+A loss takes `Pairs` or `Labelled` and returns the loss of every pair or response. A step's loss is the mean of these
+values, multiplied by pair or response weights if the settings define them. It does not depend on micro-batches or ranks
+(law 2 of the design). AOT sorts the pairs of the whole step, so it needs values from other pairs, which are computed
+before the first micro-batch (`Pairs.matched`).
 
 The log-ratio of a response is its log p under the policy minus its log p under the reference.
 """
@@ -25,17 +25,17 @@ class Pairs:
 
     chosen: torch.Tensor
     rejected: torch.Tensor
-    """log p of each response under the policy: the sum over its tokens, in which tokens beyond the length of the
-    shorter response have the weight `tail`."""
+    """log p of each response under the policy: the sum over its tokens, where tokens beyond the length of the shorter
+    response have weight `tail`."""
     ref_chosen: torch.Tensor
     ref_rejected: torch.Tensor
-    """log p of each response under the reference; zeros if the loss has no reference."""
+    """log p of each response under the reference; zeros if the loss uses no reference."""
     chosen_tokens: torch.Tensor
     rejected_tokens: torch.Tensor
     """Number of tokens of each response."""
     matched: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of a loss that sorts -> [P, 2], without gradient: the values with which the loss compares the chosen and the
-    rejected response of each pair. Values that are compared have the same rank among the values of the step."""
+    """Name of a sorting loss -> [P, 2], without gradient: the values that the chosen and the rejected response of each
+    pair are compared with. Values that are compared have the same rank within the step."""
 
     @property
     def ratio_chosen(self) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Pairs:
 
 
 def score(ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
-    """Return f'(u) of the divergence at u = exp(ratio), up to a constant that cancels in pairs (f-DPO,
+    """Return the divergence's f'(u) at u = exp(ratio), up to a constant that cancels in pairs (f-DPO,
     https://arxiv.org/abs/2309.16240).
 
     divergence: `reverse_kl`, `forward_kl`, `js` or `alpha`. alpha: exponent of the `alpha` divergence.
@@ -71,7 +71,7 @@ def difference(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
 
 
 def difference_per_token(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
-    """Return the score per token of the chosen response minus that of the rejected one."""
+    """Return the per-token score of the chosen response minus that of the rejected one."""
     chosen, rejected = (score(ratio, divergence, alpha) for ratio in (x.ratio_chosen, x.ratio_rejected))
     return chosen / x.chosen_tokens - rejected / x.rejected_tokens
 
@@ -86,7 +86,7 @@ def sigmoid(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, a
 
 
 def robust(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
-    """DPO that is unbiased if the share `label_smoothing` of the labels is wrong (https://arxiv.org/abs/2403.00409)."""
+    """DPO that is unbiased if a fraction `label_smoothing` of labels is wrong (https://arxiv.org/abs/2403.00409)."""
     wrong, logits = label_smoothing, beta * difference(x, divergence, alpha)
     return (-(1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)) / (1 - 2 * wrong)
 
@@ -97,13 +97,13 @@ def hinge(x: Pairs, *, beta: float, divergence: str, alpha: float) -> torch.Tens
 
 
 def ipo(x: Pairs, *, beta: float, divergence: str, alpha: float) -> torch.Tensor:
-    """IPO (https://arxiv.org/abs/2310.12036), on scores per token as its authors recommend."""
+    """IPO (https://arxiv.org/abs/2310.12036), on per-token scores, as its authors recommend."""
     per_token = difference_per_token(x, divergence, alpha)
     return (per_token - 1 / (2 * beta)) ** 2
 
 
 def exo_pair(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
-    """EXO for pairs (https://arxiv.org/abs/2402.00856, eq. 16). It needs label smoothing above 0."""
+    """EXO for pairs (https://arxiv.org/abs/2402.00856, eq. 16). Requires a positive `label_smoothing`."""
     logits, wrong = beta * difference(x, divergence, alpha), label_smoothing
     won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-wrong))
     return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(wrong))
@@ -145,40 +145,40 @@ def discopop(x: Pairs, *, beta: float, divergence: str, alpha: float, tau: float
 
 
 def sigmoid_norm(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
-    """DPO on scores per token (length-normalised, Tulu 3, https://arxiv.org/abs/2411.15124)."""
+    """DPO on per-token scores (length-normalised, Tulu 3, https://arxiv.org/abs/2411.15124)."""
     per_token = difference_per_token(x, divergence, alpha)
     return _smoothed(beta * per_token, label_smoothing)
 
 
 def aot(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """AOT for pairs (https://arxiv.org/abs/2406.05882): compares margins of policy and reference of equal rank."""
+    """AOT for pairs (https://arxiv.org/abs/2406.05882): compares policy and reference margins of equal rank."""
     return _smoothed(beta * (x.chosen - x.rejected - x.matched["aot"][:, 0]), label_smoothing)
 
 
 def aot_unpaired(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """AOT for unpaired responses (https://arxiv.org/abs/2406.05882): compares log-ratios of the same rank."""
+    """AOT for unpaired responses (https://arxiv.org/abs/2406.05882): compares log-ratios of equal rank."""
     matched = x.matched["aot_unpaired"]
     chosen = _smoothed(beta * (x.ratio_chosen - matched[:, 0]), label_smoothing)
     rejected = _smoothed(beta * (matched[:, 1] - x.ratio_rejected), label_smoothing)
-    # The sums of `chosen` and `rejected` over the step are equal. Adding both gives the gradient of both, and
-    # subtracting the detached `rejected` leaves the value of the loss as it is.
+    # `chosen` and `rejected` have the same sum over the step. Adding both keeps both gradients, and subtracting the
+    # detached `rejected` restores the value of the loss.
     return chosen + rejected - rejected.detach()
 
 
 def simpo(x: Pairs, *, beta: float, label_smoothing: float, margin: float) -> torch.Tensor:
-    """SimPO (https://arxiv.org/abs/2405.14734): mean log p per token with a target margin. It has no reference."""
+    """SimPO (https://arxiv.org/abs/2405.14734): mean log p per token with a target margin. It uses no reference."""
     per_token = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
     return _smoothed(beta * per_token - margin, label_smoothing)
 
 
 def cpo(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """CPO (https://arxiv.org/abs/2401.08417) without its likelihood term, which `sft` adds. It has no reference."""
+    """CPO (https://arxiv.org/abs/2401.08417) without its likelihood term, which `sft` adds. It uses no reference."""
     return _smoothed(beta * (x.chosen - x.rejected), label_smoothing)
 
 
 def orpo(x: Pairs) -> torch.Tensor:
-    """ORPO's loss of odds ratios of mean log p per token (https://arxiv.org/abs/2403.07691), without its likelihood
-    term, which `sft` adds. It has no reference.
+    """ORPO's odds-ratio loss on the mean log p per token (https://arxiv.org/abs/2403.07691), without its likelihood
+    term, which `sft` adds. It uses no reference.
     """
     won, lost = x.chosen / x.chosen_tokens, x.rejected / x.rejected_tokens
     odds = won - lost - (torch.log1p(-won.exp()) - torch.log1p(-lost.exp()))
@@ -186,7 +186,7 @@ def orpo(x: Pairs) -> torch.Tensor:
 
 
 def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `Pairs.matched` for all pairs of a step, one float64 [P, 2] for each loss that sorts.
+    """Return `Pairs.matched` for all pairs of a step, one float64 [P, 2] per sorting loss.
 
     logp_P2, ref_P2: log p of (chosen, rejected) under the policy and under the reference.
     """
@@ -198,18 +198,18 @@ def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, to
 
 
 def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return for each element of `mine` the element of `others` of equal rank. Equal elements are ranked by index."""
+    """Return, for each element of `mine`, the element of `others` with the same rank. Ties are ranked by index."""
     rank = torch.argsort(torch.argsort(mine, stable=True), stable=True)
     return others.sort().values[rank]
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, centre: float) -> torch.Tensor:
-    """Return the loss of a reward model per pair, [P]: minus the log-probability that the chosen response wins by the
+    """Return the reward-model loss of each pair, [P]: minus the log-probability that the chosen response wins by the
     margin, plus a centring term.
 
     Source: Bradley and Terry, 1952
 
-    chosen, rejected: scores of the responses. margin: difference of scores that the loss demands (Llama 2,
+    chosen, rejected: scores of the responses. margin: score difference that the loss asks for (Llama 2,
     https://arxiv.org/abs/2307.09288). centre: weight of the centring term, the squared sum of both scores, which keeps
     the mean score near 0 (https://arxiv.org/abs/2312.09244).
     """
@@ -246,7 +246,7 @@ def apo_zero_unpaired(x: Labelled, shift: float, *, beta: float) -> torch.Tensor
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """One loss of preference learning: its function, and what the function needs.
+    """One preference loss: its function, and what the function needs.
 
     The keyword-only parameters of the function are its settings.
     """
@@ -260,14 +260,14 @@ class PreferenceLoss:
     needs_smoothing: bool = False
     """Whether `label_smoothing` must be above 0, because the loss assumes that some labels are wrong."""
     shift: Literal["", "other prompts", "steps so far"] = ""
-    """Log-ratios from which the shift is computed: those of prompts with responses to other prompts of the step, or
-    those of all responses of the steps so far. Empty if the loss has no shift."""
+    """Which log-ratios the shift is computed from: those of prompts paired with responses to other prompts of the step,
+    or those of all responses in the steps so far. Empty if the loss has no shift."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Return the names of the settings that the loss or its objective reads.
 
-        A loss that sorts compares responses of different pairs, so it cannot give weights to pairs.
+        A sorting loss compares responses from different pairs, so it cannot weight pairs.
         """
         of_pairs = ("tail",) if self.matched else ("tail", "weighted")
         return (*settings_of(self.function), *(("wanted_weight", "unwanted_weight") if self.labelled else of_pairs))
@@ -275,7 +275,7 @@ class PreferenceLoss:
     def of(self, x: Pairs | Labelled, settings: Any, *shift: float) -> torch.Tensor:
         """Return the loss of each pair or response.
 
-        settings: object whose attributes are the settings of the loss. shift: one number if `labelled`, else none.
+        settings: object with the loss settings as attributes. shift: one number if `labelled`, otherwise nothing.
         """
         return self.function(x, *shift, **{name: getattr(settings, name) for name in settings_of(self.function)})
 
@@ -303,10 +303,10 @@ LOSSES: dict[str, PreferenceLoss] = {
     "kto": PreferenceLoss(kto, labelled=True, shift="other prompts"),
 }
 SFT = "sft"
-"""Name of the cross-entropy of the chosen responses, which can be added to losses of pairs. It has no reference and no
+"""Name of the cross-entropy on the chosen responses, which can be added to pair losses. It has no reference and no
 settings."""
 
 
 def needs_reference(losses: Iterable[str]) -> bool:
-    """Return whether any of these losses compares the policy with a reference. losses: names of losses."""
+    """Return whether any of these losses compares the policy with a reference. losses: loss names."""
     return any(name != SFT and LOSSES[name].has_reference for name in losses)

@@ -1,8 +1,8 @@
-"""Policy filtration: draws samples with replacement, preferring those whose reward is likely right; a replay buffer.
+"""Policy filtration: resampling that favours samples whose reward is likely right. Also has a replay buffer.
 
-Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks, in sample order, so that every rank draws
+Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks in sample order, so that every rank draws
 the same sequences. A method is `f(score_N, groups, power)` and returns the relative frequency of each sequence, fp64
-[N], >= 0. Samples of a group with equal scores get the same weight, so weights do not depend on the order of samples.
+[N], >= 0. Equal scores within a group get equal weights, so the weights do not depend on the sample order.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from spmdrl.algos.rows import find
 
 
 def by_power(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """|reward| to the power 2, or to p with `--filter.resample pow=p`; 1 for all samples if every reward is 0."""
+    """|reward|^2, or |reward|^p with `--filter.resample pow=p`; 1 for all samples if every reward is 0."""
     if power < 0:
         raise ValueError(f"the power of the resampling weights must be >= 0, got {power}")
     weights_N = score_N.abs().pow(power)
@@ -41,8 +41,7 @@ def best_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Te
     is_best_N = score_N == best_N
     size_N, tied_N = groups.size_N, groups.sum(is_best_N.double())
     other_N = 0.5 / (size_N - 1).clamp(min=1)
-    # If k samples are equally the best, they share one weight of 1/2 and k - 1 weights of a sample that is not the
-    # best.
+    # If k samples tie for the best, they share a weight of 1/2 plus k - 1 times the weight of a non-best sample.
     best_weight_N = torch.where(is_best_N, (0.5 + (tied_N - 1) * other_N) / tied_N, other_N)
     return torch.where(best_N == groups.low(score_N), 1 / size_N, best_weight_N)
 
@@ -66,8 +65,8 @@ METHODS: dict[str, Callable[[torch.Tensor, Groups, float], torch.Tensor]] = {
 def weights(score_N: torch.Tensor, method: str, group_N: torch.Tensor, power: float = 2.0) -> torch.Tensor:
     """Return the weight of each sequence, fp64 [N], >= 0.
 
-    score_N: any real dtype. method: a key of METHODS. group_N: int64, the prompt of each sequence. ValueError: unknown
-    method, negative power, a score that is not finite, |score|^power beyond fp64.
+    score_N: any real dtype. method: a key of METHODS. group_N: int64, prompt id of each sequence. Raises ValueError for
+    an unknown method, a negative power, a score that is not finite, or |score|^power beyond fp64.
     """
     function = find(method, METHODS, "resampling method")
     score_N, groups = grouped(score_N, group_N)
@@ -75,11 +74,11 @@ def weights(score_N: torch.Tensor, method: str, group_N: torch.Tensor, power: fl
 
 
 def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
-    """Draw rows with replacement in proportion to their weight: int64 [n]. A row of weight 0 is never drawn.
+    """Draw rows with replacement, in proportion to their weights: int64 [n]. A row with weight 0 is never drawn.
 
-    weights_N: [N], finite and >= 0. uniform_n: a random number in [0, 1) for each draw, the same on every rank, for
-    example `seeds.uniform` with a seed for (seed, step) at the positions 0 .. n - 1. Every rank then draws the same
-    rows. ValueError: weights that are negative or not finite; no positive weight.
+    weights_N: [N], finite and >= 0. uniform_n: one random number in [0, 1) per draw, identical on every rank so that
+    every rank draws the same rows, for example `seeds.uniform` with a seed for (seed, step) at positions 0 .. n - 1.
+    Raises ValueError if a weight is negative or not finite, or if no weight is positive.
     """
     if not len(uniform_n):
         return torch.zeros(0, dtype=torch.int64)
@@ -91,7 +90,8 @@ def draw(weights_N: torch.Tensor, uniform_n: torch.Tensor) -> torch.Tensor:
     assert bool(((uniform_n >= 0) & (uniform_n < 1)).all()), "uniform numbers must be in [0, 1)"
     # Weights are divided by the largest one, so that sums of very large or small weights stay within the range of fp64.
     edges_N = torch.cumsum(weights_N / weights_N.max(), 0)
-    # A number below 1 times the last edge is less than that edge even after rounding, so every draw selects a row.
+    # A number below 1, multiplied by the last edge, is below that edge even after rounding, so every draw selects a
+    # row.
     return torch.searchsorted(edges_N, uniform_n.double() * edges_N[-1], right=True)
 
 
@@ -99,10 +99,10 @@ Item = TypeVar("Item")
 
 
 class Buffer(Generic[Item]):
-    """Replay buffer with the items of the last `steps` steps. The step that was added last has age 0.
+    """Replay buffer that holds the items of the last `steps` steps. The most recently added step has age 0.
 
-    A rank without items in a step must append an empty list, so that the ages of its items agree with those on other
-    ranks. ValueError: steps below 1.
+    A rank that has no items in a step must append an empty list, so that ages agree across ranks. Raises ValueError if
+    `steps` is below 1.
     """
 
     def __init__(self, steps: int):
@@ -112,7 +112,7 @@ class Buffer(Generic[Item]):
         self._held: deque[tuple[int, list[Item]]] = deque()
 
     def append(self, step: int, items: Iterable[Item]) -> None:
-        """Add items of a step, the one added last or a later one, and drop steps whose age reaches `steps`."""
+        """Add items to the latest or to a new step, and drop steps whose age reaches `steps`."""
         assert not self._held or step >= self._held[-1][0], f"step {step} was added after step {self._held[-1][0]}"
         if not self._held or step > self._held[-1][0]:
             self._held.append((step, []))
@@ -125,5 +125,5 @@ class Buffer(Generic[Item]):
         return [(step, item) for step, items in self._held for item in items]
 
     def aged(self, age: int) -> list[Item]:
-        """Return the items of the step whose age is `age`; an empty list if the buffer has none."""
+        """Return the items of the step with this age, or an empty list if there are none."""
         return [item for step, items in self._held for item in items if step == self._held[-1][0] - age]

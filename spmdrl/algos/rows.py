@@ -1,6 +1,6 @@
-"""Finds settings and papers of functions that are chosen by name, and checks and converts their padded inputs.
+"""Looks up the settings and papers of functions selected by name, and checks and converts their padded inputs.
 
-Padded inputs are [B, T] with a mask: B sequences, T the padded length. They are tensors, numpy arrays or lists.
+Padded inputs are [B, T] with a mask: B sequences of padded length T. They can be tensors, numpy arrays or lists.
 """
 
 import difflib
@@ -13,25 +13,25 @@ import torch
 
 F = TypeVar("F")
 LARGEST = 1e290
-"""Largest accepted absolute value of an input. With this bound, sums over a whole step stay finite."""
+"""Maximum absolute value of an input. This bound keeps sums over a whole step finite."""
 
 
 def settings_of(function: Callable) -> dict[str, Any]:
-    """Return the keyword-only parameters of a function of algos/, with their defaults."""
+    """Return the keyword-only parameters of a function in algos/, with their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def paper_of(function: Callable) -> str:
-    """Return the first URL in a function's docstring, "" if there is none."""
+    """Return the first URL in a function's docstring, or "" if there is none."""
     found = re.search(r"https?://[^\s,;)]+", function.__doc__ or "")
     return found[0].rstrip(".") if found else ""
 
 
 def find(name: str, table: Mapping[str, F], what: str) -> F:
-    """Return table[name]. what: kind of the table's entries, for the message, such as "loss".
+    """Return table[name]. what: what the table contains, for the error message, such as "loss".
 
-    ValueError: an unknown name; the message lists all names and suggests the nearest one.
+    Raises ValueError for an unknown name; the message lists all names and suggests the closest one.
     """
     if name in table:
         return table[name]
@@ -45,18 +45,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def in_range(name: str, value: float, low: float, high: float = LARGEST) -> float:
-    """Return the value of a setting. ValueError: the value is not in [low, high]; the message has `name`."""
-    if not low <= value <= high:  # nan is refused, too
+    """Return `value`, or raise a ValueError that contains `name` if it is not in [low, high]."""
+    if not low <= value <= high:  # nan is rejected, too
         wanted = f"in {low} .. {high}" if high < LARGEST else f"finite and >= {low}"
         raise ValueError(f"{name} must be {wanted}, got {value}")
     return value
 
 
 def as_tensor(name: str, value: Any, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a tensor, an array or a list of numbers as a detached tensor. A list of floats gives fp64.
+    """Convert a tensor, an array or a list of numbers to a detached tensor. A list of floats becomes fp64.
 
     Raises:
-        ValueError: the value does not consist of numbers, or has another shape.
+        ValueError: the value is not numeric or does not have the given shape.
     """
     try:
         x = torch.as_tensor(value).detach()
@@ -70,7 +70,7 @@ def as_tensor(name: str, value: Any, shape: tuple[int, ...] | None = None) -> to
 
 
 def unpad(mask: Any) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Return a padded mask [B, T] as mask_T (bool) and seq_T (int64), both [B * T] on the host, and the shape (B, T).
+    """Return a padded mask [B, T] as mask_T (bool) and seq_T (int64), both [B * T] on the CPU, and the shape (B, T).
 
     Padding is kept: x_BT.flatten() is x_T, and x_T.view(B, T) is x_BT.
     """

@@ -1,8 +1,8 @@
-"""Inputs of an advantage estimator: the sequences of this rank, and a function that gathers those of all ranks.
+"""Inputs to advantage estimators: this rank's sequences, and a function that gathers those of all ranks.
 
-T: packed tokens of this rank; S: its sampled tokens, where the mask is True; B: its sequences; N: rows of all ranks.
-An estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It reads
-sequences of other ranks only through `Samples.everyone`. The number of calls of `everyone` must not depend on the data,
+T: packed tokens of this rank; S: its sampled tokens, where the mask is True; B: its sequences; N: rows of all ranks. An
+estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It accesses
+other ranks' sequences only through `Samples.everyone`. The number of calls to `everyone` must not depend on the data,
 because every rank must make the same calls (law 1 of the design).
 """
 
@@ -16,73 +16,73 @@ from spmdrl.algos.groups import power_of_two
 from spmdrl.algos.rows import LARGEST
 
 Result = tuple[torch.Tensor, torch.Tensor]
-"""advantages_T and returns_T. Returns are the targets of a critic. For outcome advantages both are the same tensor."""
+"""advantages_T and returns_T. Returns are the critic's targets. For outcome advantages, both are the same tensor."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 WHOLE = 2**53
-"""Largest number up to which fp64 represents every integer exactly."""
+"""fp64 represents every integer up to this one exactly."""
 
 
 def _given(shape: str, dtype: str = "floats", about: str = "", **more: Any) -> Any:
-    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. about: what the field is,
-    for the message if it is missing. more: further arguments of `dataclasses.field`.
+    """Declare a field of Samples. shape: `T` or `B`. dtype: `floats`, `integers` or `bool`. about: description of the
+    field, for the error message if it is missing. more: other arguments to `dataclasses.field`.
     """
     return field(**more, metadata={"shape": shape, "dtype": dtype, "about": about})
 
 
 def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows unchanged, and their indices. It is the `Samples.gather` of a job with one rank."""
+    """Return the rows unchanged, with their indices: the `Samples.gather` of a single-rank job."""
     return columns_nK, torch.arange(len(seq_n))
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs of an advantage estimator: this rank's sequences of one step. Tensors are on the CPU, floats fp64.
+    """Inputs to an advantage estimator: this rank's sequences in one step. Tensors are on the CPU, floats are fp64.
 
-    `seq` ascends. A sequence without a sampled token counts in its group as a sample with reward 0.
+    `seq` is in ascending order. A sequence without sampled tokens counts in its group as a sample with reward 0.
 
     Raises:
-        ValueError: shapes that do not fit, or numbers that are not finite where the mask is True.
+        ValueError: mismatched shapes, or values that are not finite where the mask is True.
     """
 
     rewards: torch.Tensor = _given("T")
-    """Reward at each token, 0 where the mask is False. The reward of a turn is at the last sampled token of the turn,
-    and the outcome at the last sampled token of the last turn. A KL term is at every sampled token."""
+    """Reward of each token, 0 where the mask is False. A turn's reward is placed on its last sampled token, the outcome
+    on the last sampled token of the last turn, and a KL term on every sampled token."""
     mask: torch.Tensor = _given("T", "bool")
     """True where the policy sampled."""
     seq: torch.Tensor = _given("T", "integers")
-    """Number of each token's sequence, 0 .. B - 1. All paths of an episode that branches are one sequence, which has
-    the paths in the order in which they ended."""
+    """Sequence index of each token, 0 .. B - 1. All paths of a branching episode form one sequence, in the order in
+    which they finished."""
     group: torch.Tensor = _given("B", "integers")
-    """Number of each sequence's prompt. Any numbering is allowed."""
+    """Prompt id of each sequence, in any numbering."""
     values: torch.Tensor | None = _given("T", about="the critic's value before each token", default=None)
     baseline: torch.Tensor | None = _given("B", about="the reward of the greedy response to each prompt", default=None)
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name -> [B]: parts of the reward of each sequence, in addition to the total; nan if the sequence lacks the part.
-    Every rank has the same names in the same order."""
+    """Name -> [B]: the reward parts of each sequence, in addition to the total; nan if a sequence lacks the part. Every
+    rank has the same names in the same order."""
     logp: torch.Tensor | None = _given("T", about="log p of each sampled token", default=None)
     """log p of each sampled token under the policy at the start of the step."""
     collision: torch.Tensor | None = _given(
         "T", about="the sum over the vocabulary of p squared at each sampled token", default=None
     )
     process: torch.Tensor | None = _given("T", about="the process reward of each token", default=None)
-    """An implicit reward of each token; or the score of each step of a response, at the token where the step ends, and
-    0 at other tokens."""
+    """Either an implicit reward per token, or the score of each step of a response at the token where the step ends,
+    and 0 at all other tokens."""
     ends: torch.Tensor | None = _given(
         "T", about="a mark, 1 instead of 0, at the tokens where a step ends", default=None
     )
     """1 at each token that ends a step with a score in `process`, 0 at other tokens."""
     turn: torch.Tensor | None = _given("T", "integers", default=None)
-    """Number of each token's turn. Turns of a sequence are numbered 0, 1, ... in order of creation. None: every run of
-    sampled tokens is a turn."""
+    """Turn index of each token. The turns of a sequence are numbered 0, 1, ... in order of creation. If None, every run
+    of sampled tokens is a turn."""
     state: torch.Tensor | None = _given("T", "integers", default=None)
-    """Number of the environment's state in which the token's turn acts. Equal numbers within a prompt mean equal
-    states. None: all first turns of a prompt have the same state, and every later turn has a different state."""
+    """Id of the environment state in which the token's turn acts. Equal ids within a prompt mean equal states. If None,
+    all first turns of a prompt share one state, and every later turn has its own."""
     parent: torch.Tensor | None = _given("T", "integers", default=None)
-    """Number of the turn that this token's turn follows in time, -1 for a first turn. The context of a turn does not
-    have to contain the tokens of its parent. If the episode forks after a turn, several turns have it as their parent.
-    None: the parent is the previous turn of the sequence."""
+    """Index of the turn that this token's turn follows in time, or -1 for a first turn. A turn's context need not
+    contain the tokens of its parent. If the episode forks after a turn, several turns have it as their parent. If None,
+    the parent is the previous turn of the sequence."""
     gather: Gather = alone
     """(seq_n, columns_nK) -> (rows of all ranks in sample order [N, K], indices of this rank's rows among them [n])."""
 
@@ -110,48 +110,48 @@ class Samples:
         return torch.zeros(self.sequences, dtype=torch.float64).index_add_(0, self.seq, masked)
 
     def need(self, name: str) -> torch.Tensor:
-        """Return the input `name` in fp64. ValueError: the input is missing, or is not finite for some sequence."""
+        """Return the input `name` in fp64. Raises ValueError if it is missing or not finite."""
         value, declared = getattr(self, name), INPUTS[name]
         if value is None:
             raise ValueError(f"this estimator needs `{name}`: {declared['about']}")
         return finite(self, name, value, per_token=declared["shape"] == "T")
 
     def everyone(self, *columns_n: torch.Tensor, seq_n: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Gather columns over the rows of all ranks, in sample order. Collective over the ranks of a run.
+        """Gather rows from all ranks, in sample order. Collective over all ranks of a run.
 
         Args:
-            columns_n: columns of this rank's rows, [n] each. Integers must be at most 2^53, because they become fp64.
-            seq_n: int64 [n] ascending, the sequence of each row; None: one row for each sequence (n = B).
+            columns_n: columns of this rank's rows, [n] each. Integers must be at most 2^53, because they are converted
+                to fp64.
+            seq_n: int64 [n], ascending: sequence index of each row, or None for one row per sequence (n = B).
 
         Returns:
-            for each given column a column [N] in fp64; then the indices of this rank's rows among the N, int64 [n].
+            one fp64 column [N] per given column, followed by the indices of this rank's rows among the N, int64 [n].
         """
         seq_n = torch.arange(self.sequences) if seq_n is None else seq_n
         rows_NK, places = self.gather(seq_n, torch.stack([c.double() for c in columns_n], 1))
         return [*rows_NK.unbind(1), places]
 
     def at_tokens(self, x_B: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with each sequence's value at all of its sampled tokens, 0 elsewhere: [B] -> [T]."""
+        """Broadcast each sequence's value to all of its sampled tokens, with 0 elsewhere: [B] -> [T]."""
         return torch.where(self.mask, x_B.double()[self.seq], 0.0)
 
     def spread(self, x_S: torch.Tensor) -> torch.Tensor:
-        """Put the values of the sampled tokens at their positions among all tokens: [S] -> [T], 0 elsewhere."""
+        """Scatter values of sampled tokens to their positions among all tokens, with 0 elsewhere: [S] -> [T]."""
         return torch.zeros(len(self.mask), dtype=torch.float64).masked_scatter_(self.mask, x_S.double())
 
     def outcome(self, advantage_B: torch.Tensor) -> Result:
-        """Return the result of an estimator that gives all tokens of a sequence the same advantage."""
+        """Return the result of an estimator that assigns the same advantage to all tokens of a sequence."""
         advantages_T = self.at_tokens(advantage_B)
         return advantages_T, advantages_T
 
     def whiten(self, x_T: torch.Tensor) -> torch.Tensor:
         """Return (x - mean) / sqrt(variance + 1e-8) over the sampled tokens of all ranks, [T], 0 elsewhere.
 
-        The variance is unbiased. The function calls `everyone` twice, with one row for each sequence. Terms are added
-        in ascending order, so the result is bitwise the same for any order of the samples. If all values are equal, the
-        result is exactly 0.
+        The variance is unbiased. Calls `everyone` twice, with one row per sequence. Terms are added in ascending order,
+        so the result is bitwise identical for any sample order. If all values are equal, the result is exactly 0.
         """
         x_S, seq_S = x_T.double()[self.mask], self.seq[self.mask]
-        # The lowest and the highest value of each sequence, 0 for a sequence without sampled tokens.
+        # Minimum and maximum of each sequence, 0 for a sequence without sampled tokens.
         ends = torch.zeros(2, self.sequences, dtype=torch.float64)
         for row, reduce in zip(ends, ("amin", "amax"), strict=True):
             row.scatter_reduce_(0, seq_S, x_S, reduce, include_self=False)
@@ -170,7 +170,7 @@ class Samples:
 
 
 INPUTS: dict[str, Mapping[str, str]] = {each.name: each.metadata for each in fields(Samples) if each.metadata}
-"""Name of each tensor of Samples -> its shape, dtype and meaning, as declared by `_given`."""
+"""Name of each `Samples` tensor -> its shape, dtype and meaning, as declared by `_given`."""
 
 
 def at_last_sampled(
@@ -186,10 +186,10 @@ def at_last_sampled(
 def last_sampled(
     mask_T: torch.Tensor, seq_T: torch.Tensor, sequences: int, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the index among all tokens of each sequence's last sampled token, -1 if it has none: int64 [B].
+    """Return the token index of each sequence's last sampled token, or -1 if it has none: int64 [B].
 
-    turn_T: int64 [T], the turn of each token. If it is given, the result is the last sampled token of the last turn,
-    because the turns of a tree are not packed in the order of their creation.
+    turn_T: int64 [T], turn index of each token. If given, the result is the last sampled token of the last turn,
+    because the turns of a tree are not packed in order of creation.
     """
     if turn_T is not None:
         latest = torch.full((sequences,), -1).scatter_reduce_(0, seq_T, torch.where(mask_T, turn_T, -1), "amax")
@@ -199,12 +199,13 @@ def last_sampled(
 
 
 def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> torch.Tensor:
-    """Return an input [T] or [B] in fp64, after a check that its absolute values are at most 1e290.
+    """Check that the absolute values of an input [T] or [B] are at most 1e290, and return it in fp64.
 
-    name: name of the input, for the message. per_token: True for an input [T], which is checked where the mask is True.
+    name: input name, for the error message. per_token: True for an input [T], which is only checked where the mask is
+    True.
 
     Raises:
-        ValueError: an absolute value is larger or not a number; the message lists the sequences.
+        ValueError: an absolute value is larger or nan; the message lists the sequences.
     """
     bad = ~(value.abs() <= LARGEST)  # nan counts as bad, too
     bad = x.seq[x.mask & bad].unique() if per_token else bad.nonzero().flatten()
@@ -215,11 +216,11 @@ def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> to
 
 
 def check(x: Samples) -> None:
-    """Check shapes, dtypes and rewards. Whether optional inputs are finite is checked by the estimators that use them.
+    """Check shapes, dtypes and rewards. Estimators check that the optional inputs they use are finite.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, rewards that are not finite, integers beyond 2^53, a `seq` that
-            does not ascend.
+        ValueError: mismatched shapes or dtypes, rewards that are not finite, integers beyond 2^53, or a `seq` that is
+            not in ascending order.
     """
     shapes = {"T": tuple(x.mask.shape), "B": tuple(x.group.shape)}
     if x.mask.ndim != 1 or x.mask.dtype != torch.bool or x.group.ndim != 1:

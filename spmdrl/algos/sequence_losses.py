@@ -1,6 +1,6 @@
-"""Policy losses computed from whole sequences. The docstring of `token_losses.py` describes inputs and results.
+"""Sequence-level policy losses. See the docstring of `token_losses.py` for inputs and outputs.
 
-Sums over a sequence run in fp64, because the rounding errors of thousands of tokens add up.
+Sums over a sequence are computed in fp64, because the rounding errors of thousands of tokens add up.
 """
 
 import torch
@@ -22,18 +22,18 @@ from spmdrl.algos.loss_inputs import (
 
 
 def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
-    """GSPO: PPO's clip on the ratio of the whole sequence.
+    """GSPO: PPO's clip applied to the sequence-level ratio.
 
     Source: https://arxiv.org/abs/2507.18071
 
         s = exp(mean over the sequence of logp - old_logp)
         loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), averaged over sequences
 
-    In the paper all tokens of a sequence have one advantage, and the gradient is that of `s`. If the advantages differ
-    within a sequence, the gradient of each token uses the advantage of that token, as in the paper's GSPO-token. The
-    clip is narrow, because a mean of log ratios changes far less than the ratio of one token.
+    In the paper, all tokens of a sequence share one advantage, and the gradient is that of `s`. If the advantages
+    differ within a sequence, each token's gradient uses its own advantage, as in the paper's GSPO-token. The clip range
+    is narrow, because a mean of log ratios varies far less than the ratio of a single token.
 
-    The stat `ratio` is the ratio of the sequence.
+    The stat `ratio` is the sequence-level importance ratio.
     """
     return gspo_token(x, clip_low=clip_low, clip_high=clip_high)
 
@@ -44,7 +44,7 @@ def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
     Source: https://arxiv.org/abs/2507.18071
 
     The ratio of a token is `sg(s) p / sg(p)`, where `sg` stops the gradient and `p` is the probability of the token.
-    Its value is the ratio `s` of the sequence, but its gradient depends on this token only.
+    Its value is the sequence-level ratio `s`, but its gradient depends only on this token.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     advantages = masked(x.advantages, x.mask)
@@ -57,18 +57,18 @@ def gspo_token(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 
 
 def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossResult:
-    """GMPO: the geometric mean of the tokens' clipped ratios, instead of GRPO's arithmetic mean.
+    """GMPO: the geometric mean of the clipped token ratios instead of GRPO's arithmetic mean.
 
     Source: https://arxiv.org/abs/2507.20673
 
         loss = -A exp(mean over the sequence of the clipped log ratios), averaged over sequences
         log r is at most clip_high where A > 0, at least -clip_low where A < 0, and counts as 0 where A = 0
 
-    In the loss, `A` is the mean advantage of the sequence; in the clip, `A` is the advantage of the token. The clip
-    widths bound log ratios, not ratios. The loss is multiplied by the geometric mean of the importance weights, so a
-    token whose weight is 0 removes its whole sequence.
+    In the loss, `A` is the sequence's mean advantage; in the clip, `A` is the token's advantage. The clip widths bound
+    log ratios, not ratios. The loss is multiplied by the geometric mean of the importance weights, so a single token
+    with weight 0 removes the whole sequence.
 
-    The stat `ratio` is the geometric mean of the sequence's ratios after clipping.
+    The stat `ratio` is the geometric-mean token ratio after clipping.
     """
     check_clip(clip_low, clip_high)
     advantages = masked(x.advantages, x.mask)
@@ -90,11 +90,11 @@ def sppo(x: LossInputs, *, eta: float = 1.0) -> LossResult:
 
         loss = (sum over the sequence of (logp - old_logp) - eta A)^2, averaged over sequences
 
-    `A` is the mean advantage of the sequence. It should be the probability that the response beats the current policy,
-    minus 1/2; the advantage `win_rate` estimates this number. The default of `eta` is for rewards on the scale of a log
-    ratio, as in https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper has 1000. At the first of the optimizer
-    steps on a batch the log ratio is 0, so the gradient is proportional to `eta`. The loss is multiplied by the
-    geometric mean of the importance weights of the sequence.
+    `A` is the sequence's mean advantage. It should be the probability that the response beats the current policy, minus
+    1/2, as estimated by the advantage `win_rate`. The default `eta` is meant for rewards on the scale of a log ratio,
+    as in https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper uses 1000. In the first optimizer step on a
+    batch, the log ratio is 0, so the gradient is proportional to `eta`. The loss is multiplied by the geometric mean of
+    the sequence's importance weights.
 
     Stats: `old_kl`; `sequence_log_ratio`, the sum of the log ratios; `sequence_error`, this sum minus `eta A`.
     """

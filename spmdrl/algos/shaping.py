@@ -1,8 +1,8 @@
-"""Turns the scores of a reward function into the rewards to learn from: length terms, bounds, normalisation, masks.
+"""Turns reward-function scores into training rewards: length terms, bounds, normalisation, masks.
 
-B: sequences; T: packed tokens. Tensors are on the host. Terms and shaped rewards are fp64 [B]; the caller adds a term
-to the reward. The batch may be empty, because a rank can be without sequences. ValueError: shapes that do not fit, a
-reward that is not finite.
+B: sequences; T: packed tokens. Tensors are on the CPU. Terms and shaped rewards are fp64 [B]; the caller adds the terms
+to the reward. The batch may be empty, because a rank may have no sequences. Functions raise ValueError for mismatched
+shapes or rewards that are not finite.
 """
 
 import math
@@ -24,8 +24,9 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
     The term is 0 up to a length of longest - buffer tokens, falls linearly to -factor at `longest` tokens, and stays
     -factor for longer sequences.
 
-    length_B: number of tokens that count towards the limit. longest: the limit in tokens. buffer: number of tokens
-    before the limit at which the punishment begins. ValueError: buffer not in 1 .. longest, negative factor.
+    length_B: number of tokens that count towards the limit. longest: the limit in tokens. buffer: how many tokens
+    before the limit the punishment starts. Raises ValueError if `buffer` is not in 1 .. longest or `factor` is
+    negative.
     """
     if not 0 < buffer <= longest:
         raise ValueError(f"the overlong buffer must be in 1 .. {longest} (the longest response), got {buffer}")
@@ -36,13 +37,13 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
 
 
 def length_penalty_linear(length_B: torch.Tensor, longest: int, coef: float) -> torch.Tensor:
-    """Return the linear length penalty, a term: -coef * length / longest.
+    """Return the linear length penalty, the term -coef * length / longest.
 
-    Source: https://arxiv.org/abs/2310.03716, where the coefficient is the running std of the rewards. The constant term
-    of the paper is left out, because a baseline cancels it.
+    Source: https://arxiv.org/abs/2310.03716, where the coefficient is the running std of the rewards. The paper's
+    constant term is omitted, because a baseline cancels it.
 
-    length_B: number of tokens that count towards the limit. longest: the limit in tokens, a constant of the run. With a
-    negative coef, longer sequences get a higher reward. ValueError: longest not positive.
+    length_B: number of tokens that count towards the limit. longest: the limit in tokens, constant during the run.
+    coef: a negative value rewards longer sequences. Raises ValueError if `longest` is not positive.
     """
     if not longest > 0:
         raise ValueError(f"the longest response must be > 0 tokens, got {longest}")
@@ -56,13 +57,12 @@ def length_penalty_group(
 
     Source: https://arxiv.org/abs/2501.12599
 
-    lambda = 0.5 - (length - shortest) / (longest - shortest), with the lengths of the shortest and of the longest
-    sample of the group. The term is coef * lambda for a correct sequence, coef * min(0, lambda) for a wrong one, and 0
+    lambda = 0.5 - (length - shortest) / (longest - shortest), where shortest and longest are the minimum and maximum
+    length in the group. The term is coef * lambda for a correct sequence, coef * min(0, lambda) for a wrong one, and 0
     if all lengths of the group are equal.
 
-    length_B: number of sampled tokens. correct_B: bool, whether the answer is right. group_B: int64, any numbering. The
-    caller must pass all samples of each group, so that its shortest and its longest sample are among them. ValueError:
-    correct not bool.
+    length_B: number of sampled tokens. correct_B: bool, whether the answer is correct. group_B: int64, any numbering.
+    The caller must pass all samples of each group. Raises ValueError if `correct_B` is not bool.
     """
     length_B, groups = grouped(length_B, group_B, "lengths")
     if correct_B.dtype != torch.bool or correct_B.shape != length_B.shape:
@@ -75,13 +75,13 @@ def length_penalty_group(
 
 
 def overlong_mask(mask_T: torch.Tensor, seq_T: torch.Tensor, cut_B: torch.Tensor) -> torch.Tensor:
-    """Return the loss mask without the sequences that the length limit cut off (overlong filtering), bool [T].
+    """Return the loss mask without sequences truncated by the length limit (overlong filtering), bool [T].
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4
 
-    mask_T: bool [T]. seq_T: int64 [T], the token's sequence. cut_B: bool [B], True if the sequence ended at the limit.
-    Compute the totals of the batch (`count_totals`) from the new mask, so that they do not count the sequences that
-    were cut off. The rewards of these sequences still count in the statistics of their groups.
+    mask_T: bool [T]. seq_T: int64 [T], sequence index of each token. cut_B: bool [B], True if the sequence was
+    truncated. Compute the batch totals (`count_totals`) from the new mask, so that they exclude truncated sequences.
+    The rewards of truncated sequences still count in their groups' statistics.
     """
     _check_tokens(mask_T, seq_T)
     if cut_B.dtype != torch.bool or cut_B.ndim != 1:
@@ -93,11 +93,11 @@ def overlong_mask(mask_T: torch.Tensor, seq_T: torch.Tensor, cut_B: torch.Tensor
 
 
 def clip_reward(reward_B: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Return rewards bounded to [low, high].
+    """Return the rewards clipped to [low, high].
 
     Source: https://doi.org/10.1038/nature14236; for language models https://arxiv.org/abs/2307.04964
 
-    low, high: -inf and inf for no bound. ValueError: low above high.
+    low, high: bounds; -inf and inf mean no bound. Raises ValueError if low is above high.
     """
     if not low <= high:
         raise ValueError(f"reward clipping needs low <= high, got {low} and {high}")
@@ -106,12 +106,12 @@ def clip_reward(reward_B: torch.Tensor, low: float, high: float) -> torch.Tensor
 
 @dataclass
 class RunningMoments:
-    """Mean and std of all rewards of the run so far, which count equally; the same on every rank.
+    """Mean and std of all rewards of the run so far, with equal weights. Identical on every rank.
 
     Source: Chan, Golub, LeVeque 1979, for joining two sets of moments
 
-    The numbers are Python floats. The std of a step is computed from a sum of squares, so it loses precision if it is
-    small compared to the mean: about four digits are right if the mean is 1e6 times the std.
+    Values are Python floats. A step's std is computed from a sum of squares, so it loses precision if it is small
+    compared to the mean: about four digits are correct if the mean is 1e6 times the std.
     """
 
     count: float = 0.0
@@ -125,9 +125,10 @@ class RunningMoments:
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, count: float, total: float, total_sq: float) -> "RunningMoments":
-        """Add the rewards of a step, and return self.
+        """Add a step's rewards, and return self.
 
-        count, total, total_sq: the result of `reward_moments`, summed over ranks. ValueError: a number is not finite.
+        count, total, total_sq: the result of `reward_moments`, summed over ranks. Raises ValueError if one is not
+        finite.
         """
         if not all(map(math.isfinite, (count, total, total_sq))):
             raise ValueError(f"sums of rewards are not finite: {count}, {total}, {total_sq}; check the reward function")
@@ -149,15 +150,15 @@ def reward_moments(reward_B: torch.Tensor) -> torch.Tensor:
 
 
 NORMAL_EPS = 1e-6
-"""Number that is added to the std before rewards are divided by it, so that a std of 0 does no harm."""
+"""Added to the std before dividing by it, so that a std of 0 does no harm."""
 
 
 def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float = NORMAL_EPS) -> torch.Tensor:
-    """Return (reward - mean) / (std + eps). The std is that of the population, without the n - 1 correction.
+    """Return (reward - mean) / (std + eps). The std is the population std, without the n - 1 correction.
 
     Source: https://arxiv.org/abs/2307.04964
 
-    moments: mean and std of the rewards of the run so far, or of one step. They must include this step's rewards
+    moments: reward mean and std of the run so far, or of one step. They must already include this step's rewards
     (`RunningMoments.update`).
     """
     reward_B = finite_column(reward_B)
@@ -171,11 +172,11 @@ def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float
 def place_outcome(
     reward_B: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor, turn_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each sequence's reward at its last sampled token, 0 elsewhere: fp64 [T].
+    """Place each sequence's reward on its last sampled token, with 0 elsewhere: fp64 [T].
 
-    mask_T: bool [T], True where the policy sampled. seq_T: int64 [T], the token's sequence. turn_T: int64 [T], the
-    token's turn; if it is given, the reward is at the last sampled token of the last turn. The reward of a sequence
-    without a sampled token is dropped.
+    mask_T: bool [T], True where the policy sampled. seq_T: int64 [T], sequence index of each token. turn_T: int64 [T],
+    turn index of each token; if given, the reward is placed on the last sampled token of the last turn. The reward of a
+    sequence without sampled tokens is dropped.
     """
     _check_tokens(mask_T, seq_T)
     return at_last_sampled(finite_column(reward_B), mask_T, seq_T, turn_T)
@@ -190,16 +191,15 @@ def token_rewards(
     turn_T: torch.Tensor | None = None,
     turn_reward_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the reward of each token: the outcome at the last sampled token, minus kl_coef * KL at every token.
+    """Return the reward of each token: the outcome on the last sampled token, minus kl_coef * KL at every token.
 
     Source: https://arxiv.org/abs/1909.08593 (KL in the reward)
 
-    The result is fp64 [T], 0 where the mask is False, whatever the inputs are there. kl_T: [T], estimate of
-    KL(policy || reference), nats; None: the reward has no KL term. turn_T: [T], the turn of each token.
-    turn_reward_T: [T], the part of `reward_B` that a turn earned, at one of the turn's tokens. The remainder of
-    `reward_B` is the outcome, which is placed at the last turn. Without the KL term a sequence's rewards add up to
-    `reward_B`. ValueError: a KL or a turn's reward that is not finite where the mask is True; the message lists the
-    sequences.
+    The result is fp64 [T], 0 where the mask is False, whatever the inputs are there. kl_T: [T], estimate of KL(policy
+    || reference) in nats, or None for no KL term. turn_T: [T], turn index of each token. turn_reward_T: [T], the part
+    of `reward_B` that each turn earned, on one of the turn's tokens. The remainder of `reward_B` is the outcome, which
+    is placed on the last turn. Without the KL term, a sequence's rewards add up to `reward_B`. Raises ValueError if a
+    KL estimate or turn reward is not finite where the mask is True; the message lists the sequences.
     """
     rewards_T = place_outcome(reward_B, mask_T, seq_T, turn_T)
     if turn_reward_T is not None:
@@ -215,7 +215,7 @@ def token_rewards(
 def _under_mask(name: str, look: str, x_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor) -> torch.Tensor:
     """Return x in fp64, 0 where the mask is False.
 
-    name: name of x, for messages. look: what the message tells the user to look at if a number is not finite.
+    name: name of x, for error messages. look: what the message tells the user to look at if a value is not finite.
     """
     if x_T.shape != mask_T.shape:
         raise ValueError(f"{name} and the mask must both be [T], got {list(x_T.shape)} and {list(mask_T.shape)}")

@@ -1,13 +1,13 @@
-"""Policy losses in which the loss of a token depends on that token only. T: packed tokens of one micro-batch.
+"""Token-level policy losses: the loss of a token depends only on that token. T: packed tokens of one micro-batch.
 
 A loss is `f(x: LossInputs, **settings) -> (loss_T, stats)`. loss_T is not aggregated yet (see
-`aggregate.token_weights`). stats is a dict of detached tensors [T], 0 where the mask is False, so their sum divided by
-the number of unmasked tokens is their mean. Stats that several losses share: `ratio` = exp(logp - old_logp); `old_kl` =
-old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decides the loss.
+`aggregate.token_weights`). stats is a dict of detached tensors [T] that are 0 where the mask is False, so the mean of a
+stat is its sum divided by the number of unmasked tokens. Common stats: `ratio` = exp(logp - old_logp); `old_kl` =
+old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip is active.
 
-Every log ratio is clamped to +-20 before exp. Every loss is multiplied by `x.weights`, if they are given. If a setting
-is out of its range, the loss raises a ValueError that names the setting. In formulas, `r` is the ratio of a token, `A`
-its advantage, and `sg` stops the gradient.
+Log ratios are clamped to +-20 before exp. Losses are multiplied by `x.weights`, if given. A setting that is out of
+range raises a ValueError that names it. In formulas, `r` is the ratio of a token, `A` its advantage, and `sg` stops the
+gradient.
 """
 
 import torch
@@ -25,8 +25,7 @@ from spmdrl.algos.loss_inputs import (
 )
 
 REST_FLOOR = 1e-8
-"""Number that is added to 1 - p, the probability of all other tokens, because 1 - p is a divisor and p can round to
-1."""
+"""Added to 1 - p, the probability of all other tokens, to avoid division by 0 when p rounds to 1."""
 
 
 def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossResult:
@@ -36,10 +35,10 @@ def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_cl
 
         loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          for A < 0 at most -A dual_clip
 
-    `clip_high` above `clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). `dual_clip` is the bound of
-    https://arxiv.org/abs/1912.09729; 3 is usual, and None means no bound.
+    Setting `clip_high` above `clip_low` gives DAPO's clip-higher (https://arxiv.org/abs/2503.14476). `dual_clip` is the
+    bound from https://arxiv.org/abs/1912.09729; 3 is typical, and None means no bound.
 
-    Further stat: `dual_clip_fraction` (with `dual_clip`), the share of tokens where that bound decides the loss.
+    Also reports `dual_clip_fraction` (with `dual_clip`): the fraction of tokens for which the dual clip is active.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     if dual_clip is not None and not dual_clip > 1:
@@ -59,17 +58,17 @@ def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_cl
 
 
 def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> LossResult:
-    """CISPO: REINFORCE with a clipped importance weight that has no gradient, so every token keeps its gradient.
+    """CISPO: REINFORCE with a clipped, detached importance weight, so that every token keeps its gradient.
 
     Source: https://arxiv.org/abs/2506.13585
 
         loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp
 
-    `sg` stops the gradient. The paper has no lower bound, as with a `clip_low` of 1 or more. It does not publish its
-    `clip_high`; 0.28 is the value of
+    `sg` stops the gradient. The paper uses no lower bound, which corresponds to a `clip_low` of 1 or more. It does not
+    state its `clip_high`; 0.28 is the value of
     https://modelscope.github.io/Trinity-RFT/en/main/_modules/trinity/algorithm/policy_loss_fn/cispo_policy_loss.html.
 
-    `clip_fraction` is the share of tokens whose weight was clipped.
+    `clip_fraction` is the fraction of tokens with a clipped weight.
     """
     check_clip(clip_low, clip_high)
     log_ratio = log_ratio_of(x).detach()
@@ -81,16 +80,16 @@ def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> L
 
 
 def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossResult:
-    """SAPO: a sigmoid gate of the ratio instead of a clip.
+    """SAPO: a sigmoid gate on the ratio instead of a clip.
 
     Source: https://arxiv.org/abs/2511.20347
 
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
 
-    The gradient is that of `-A r` times a gate, `4 p (1 - p)` with `p` the sigmoid. The gate is 1 at `r = 1` for any
-    tau. It decreases as `r` moves away from 1, and faster if tau is larger.
+    The gradient is that of `-A r` times a gate `4 p (1 - p)`, where `p` is the sigmoid. The gate is 1 at `r = 1` for
+    any tau, and decreases as `r` moves away from 1, faster for a larger tau.
 
-    Further stat: `gate`.
+    Also reports `gate`.
     """
     if not tau_pos > 0 or not tau_neg > 0:
         raise ValueError(f"tau_pos and tau_neg must be above 0, got {tau_pos} and {tau_neg}")
@@ -105,14 +104,14 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossR
 
 
 def dro(x: LossInputs, *, beta: float = 0.05) -> LossResult:
-    """DRO: policy gradient with a quadratic penalty on the log ratio, for data of any age.
+    """DRO: policy gradient with a quadratic penalty on the log ratio, for off-policy data of any age.
 
     Source: https://arxiv.org/abs/2405.19107
 
         loss = -A logp + beta / 2 (logp - old_logp)^2
 
-    The loss of each token is smallest at `logp = old_logp + A / beta`. The paper defines the loss for whole responses,
-    with a reference instead of `old_logp`. The loss per token and the default of `beta` are those of
+    The loss of each token is minimal at `logp = old_logp + A / beta`. The paper defines the loss for whole responses,
+    with a reference instead of `old_logp`. The per-token loss and the default `beta` are those of
     https://tinker-docs.thinkingmachines.ai/tinker/losses/dro.
 
     Stats: `old_kl`; `penalty`, the quadratic term.
@@ -134,7 +133,7 @@ def reinforce(x: LossInputs) -> LossResult:
 
     Its gradient is unbiased only with one optimizer step per rollout.
 
-    Stat: `old_kl`, which shows how far off-policy the samples are.
+    Reports `old_kl`, which shows how far off-policy the samples are.
     """
     logp = masked(x.logp, x.mask)
     loss = -masked(x.advantages, x.mask) * logp
@@ -150,25 +149,24 @@ def gpg(x: LossInputs) -> LossResult:
 
 
 # ── DPPO ─────────────────────────────────────────────────────────────────────
-# The trust region bounds a divergence of the old and the current policy. The divergence is estimated with two outcomes:
-# the sampled token, and all other tokens together.
+# The trust region bounds a divergence between the old and the current policy. The divergence is estimated over two
+# outcomes: the sampled token, and all other tokens combined.
 
 
 def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_cap: float = 20.0) -> LossResult:
-    """DPPO with total variation: a token is dropped if its probability has moved too far in the direction of its
-    advantage.
+    """DPPO with total variation: drops tokens whose probability has moved too far in the direction of their advantage.
 
-    Source: https://arxiv.org/abs/2602.04879; defaults of the clip widths from its launch script
+    Source: https://arxiv.org/abs/2602.04879; default clip widths from its launch script
     (https://verl.readthedocs.io/en/latest/algo/dppo.html)
 
         loss = -A sg(min(r, ratio_cap)) logp
                0 where A > 0 and p - p_old > clip_high, or A <= 0 and p_old - p > clip_low
 
-    `sg` stops the gradient. The clip widths are differences of probability, in [0, 1]. Section 5.4 of the paper
-    recommends a large `ratio_cap`.
+    `sg` stops the gradient. The clip widths are probability differences in [0, 1]. Section 5.4 of the paper recommends
+    a large `ratio_cap`.
 
-    The stat `ratio` is not capped. `clip_fraction` is the share of dropped tokens. Further stat: `cap_fraction`, the
-    share of tokens that are not dropped and whose ratio is capped.
+    The stat `ratio` is not capped. `clip_fraction` is the fraction of dropped tokens. Also reports `cap_fraction`: the
+    fraction of tokens that are kept with a capped ratio.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     moved = _probability(x.logp, x) - _probability(x.old_logp, x)
@@ -177,9 +175,9 @@ def dppo_tv(x: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, r
 
 
 def dppo_kl(x: LossInputs, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0) -> LossResult:
-    """DPPO with KL: like `dppo_tv`, but it limits KL(old || current) of two outcomes, the sampled token and all others.
+    """DPPO with KL: like `dppo_tv`, but limits KL(old || current) over two outcomes, the sampled token and all others.
 
-    Source: https://arxiv.org/abs/2602.04879; defaults of the clip widths from its launch script
+    Source: https://arxiv.org/abs/2602.04879; default clip widths from its launch script
     (https://verl.readthedocs.io/en/latest/algo/dppo.html)
 
         D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))

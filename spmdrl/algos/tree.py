@@ -1,10 +1,10 @@
-"""The order of tokens and turns in an episode that may fork, and sums along this order.
+"""Token and turn order in episodes that may fork, and sums along this order.
 
-Each sampled token of an episode but the first follows an earlier token. After a fork several tokens follow the same
-token, so the tokens form a tree. `after_n` has for each row (a token or a turn) the index of the row that it follows,
--1 for none.
+Every sampled token of an episode except the first follows an earlier token. After a fork, several tokens follow the
+same token, so the tokens form a tree. For each row (a token or a turn), `after_n` contains the index of the row that it
+follows, or -1 for none.
 
-S: sampled tokens of this rank; n: rows of this rank. ValueError: turns without a consistent order.
+S: sampled tokens on this rank; n: rows on this rank. Functions raise ValueError if the turns have no consistent order.
 """
 
 from dataclasses import dataclass
@@ -16,27 +16,28 @@ from spmdrl.algos.samples import Samples
 
 @dataclass(frozen=True)
 class Turns:
-    """The n turns that have a sampled token, sorted by sequence and then by creation."""
+    """The n turns with at least one sampled token, sorted by sequence and then by creation."""
 
     of_S: torch.Tensor
-    """int64: index of each sampled token's turn among the n turns."""
+    """int64: index of each sampled token's turn, among the n turns."""
     seq_n: torch.Tensor
-    """int64, ascending: number of each turn's sequence."""
+    """int64, ascending: sequence index of each turn."""
     after_n: torch.Tensor
-    """int64: index of the turn that each turn follows, an earlier row; -1 for a first turn."""
+    """int64: index of the earlier turn that each turn follows, or -1 for a first turn."""
 
     @staticmethod
     def of(x: Samples) -> "Turns":
-        """Return the turns of this rank's sequences. In a sequence they form a chain, or with `x.parent` a tree.
+        """Return the turns of this rank's sequences. Within a sequence they form a chain, or a tree if `x.parent` is
+        given.
 
         Raises:
-            ValueError: without `x.parent`, turn numbers that decrease within a sequence. With `x.parent`, turns without
-                numbers; or a turn that follows itself, a later turn, two turns or a turn of another sequence.
+            ValueError: without `x.parent`, turn numbers decrease within a sequence. With `x.parent`, turn numbers are
+                missing, or a turn follows itself, a later turn, two turns or a turn of another sequence.
         """
         if x.parent is not None:
             return _tree(x)
         place_S, seq_S = x.mask.nonzero().flatten(), x.seq[x.mask]
-        # Without numbers of turns, the difference below grows at every gap between two runs of sampled tokens.
+        # Without turn numbers, this difference grows at every gap between two runs of sampled tokens.
         turn_S = x.turn[x.mask] if x.turn is not None else place_S - torch.arange(len(place_S))
         same_S = chain(seq_S) >= 0
         step_S = torch.zeros_like(turn_S)
@@ -56,9 +57,9 @@ class Turns:
         return torch.zeros(len(self.seq_n), dtype=torch.float64).index_add_(0, self.of_S, x_S.double())
 
     def one(self, name: str, x_S: torch.Tensor) -> torch.Tensor:
-        """Return for each turn the number that all of its sampled tokens have, [n].
+        """Return, for each turn, the value that all of its sampled tokens share, [n].
 
-        name: what the numbers are, for the message. ValueError: the numbers of a turn differ.
+        name: what the values are, for the error message. Raises ValueError if the values of a turn differ.
         """
         x_n = x_S[self.first_n]
         _refuse(self.seq_n[self.of_S], x_n[self.of_S] != x_S, f"all tokens of a turn must have the same {name}, unlike")
@@ -66,9 +67,9 @@ class Turns:
 
 
 def tokens_follow(x: Samples) -> torch.Tensor:
-    """Return for each sampled token the index of the token that it follows, -1 for a sequence's first: int64 [S].
+    """Return the index of the token that each sampled token follows, or -1 for the first of a sequence: int64 [S].
 
-    In a tree the first token of a turn follows the last token of the parent turn.
+    In a tree, the first token of a turn follows the last token of the parent turn.
     """
     seq_S = x.seq[x.mask]
     if x.parent is None:
@@ -85,16 +86,16 @@ def tokens_follow(x: Samples) -> torch.Tensor:
 
 
 def chain(seq_n: torch.Tensor) -> torch.Tensor:
-    """Return for each row the index of the previous row of its sequence, -1 for the first: int64 [n]. seq_n ascends."""
+    """Return the index of the row before each row in its sequence, or -1 for the first: int64 [n]. seq_n: ascending."""
     after_n = torch.arange(len(seq_n)) - 1
     after_n[1:][seq_n[1:] != seq_n[:-1]] = -1
     return after_n
 
 
 def depths(after_n: torch.Tensor) -> torch.Tensor:
-    """Return for each row the number of rows before it on its path, int64 [n]."""
-    # Rows that follow the row directly before them form runs. There are few runs, so it is fast to follow only the
-    # first row of each run towards the root.
+    """Return the number of rows before each row on its path, int64 [n]."""
+    # Rows that follow the row directly before them form runs. There are few runs, so only the first row of each run is
+    # followed towards the root.
     rows_n = torch.arange(len(after_n))
     first_n = after_n != rows_n - 1
     first_n[:1] = True
@@ -102,23 +103,23 @@ def depths(after_n: torch.Tensor) -> torch.Tensor:
     place_n, above_r = rows_n - firsts_r[run_n], after_n[firsts_r]
     up_r = torch.where(above_r >= 0, run_n[above_r], -1)
     depth_r = torch.where(above_r >= 0, place_n[above_r] + 1, 0)
-    while bool((up_r >= 0).any()):  # in every iteration a run jumps twice as far towards the root as before
+    while bool((up_r >= 0).any()):  # every iteration doubles how far a run jumps towards the root
         depth_r = depth_r + torch.where(up_r >= 0, depth_r[up_r], 0)
         up_r = torch.where(up_r >= 0, up_r[up_r], -1)
     return depth_r[run_n] + place_n
 
 
 def sum_following(x_n: torch.Tensor, after_n: torch.Tensor) -> torch.Tensor:
-    """Return for each row the sum of x over the rows that follow it directly, fp64 [n]."""
+    """Return the sum of x over each row's direct successors, fp64 [n]."""
     has_n = after_n >= 0
     return torch.zeros(len(x_n), dtype=torch.float64).index_add_(0, after_n[has_n], x_n.double()[has_n])
 
 
 def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *, forward: bool = False) -> torch.Tensor:
-    """Return y = x + decay * (sum of y over the rows that follow directly), fp64 [n].
+    """Return y = x + decay * (sum of y over the direct successors), fp64 [n].
 
-    forward: return y = x + decay * (y of the row that this row follows) instead. decay_n: [n], equal for all rows
-    of a tree. The loop has one iteration for each depth, so its time grows with the longest path.
+    forward: return y = x + decay * (y of the predecessor) instead. decay_n: [n], equal for all rows of a tree. The loop
+    has one iteration per depth, so its time grows with the longest path.
     """
     depth_n = depths(after_n)
     order_n = torch.argsort(depth_n, stable=True)
@@ -127,7 +128,7 @@ def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *,
     y_n, decay_n = x_n.double()[order_n], decay_n.double()[order_n]
     up_n = place_n[after_n[order_n]]
     ends = torch.cumsum(torch.bincount(depth_n), 0).tolist()
-    levels = list(zip(ends[:-1], ends[1:], strict=True))  # depth 0 is left out: its rows follow no other row
+    levels = list(zip(ends[:-1], ends[1:], strict=True))  # depth 0 is omitted: its rows have no predecessor
     for a, b in levels if forward else reversed(levels):
         if forward:
             y_n[a:b] += decay_n[a:b] * y_n[up_n[a:b]]
@@ -137,7 +138,7 @@ def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *,
 
 
 def td_errors(reward_n: torch.Tensor, value_n: torch.Tensor, after_n: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return reward + gamma * (sum of the values of the rows that follow directly) - value, fp64 [n]."""
+    """Return reward + gamma * (sum of the direct successors' values) - value, fp64 [n]."""
     return reward_n.double() + gamma * sum_following(value_n, after_n) - value_n
 
 

@@ -1,10 +1,10 @@
-"""Advantages with one number for each turn, used at all sampled tokens of the turn.
+"""Turn-level advantages: one number per turn, assigned to all of its sampled tokens.
 
-The turns of an episode are a chain, or a tree if the episode forked (`tree.py`). The return of a turn is the sum of the
-rewards of its tokens plus gamma times the returns of the turns that follow it, so in a tree it does not include
-parallel branches. Estimators are functions of `Samples`. Results do not depend on how the sequences are distributed
-over ranks. Turns without a sampled token do not count. ValueError: an input that is missing or not finite, settings out
-of range, turns without a consistent order (`Turns.of`). docs/credit.md lists the estimators that are unbiased.
+The turns of an episode form a chain, or a tree if the episode forked (`tree.py`). A turn's return is the sum of its
+token rewards plus gamma times the returns of the turns that follow it, so in a tree it excludes parallel branches.
+Estimators take `Samples`. Results do not depend on how sequences are distributed over ranks. Turns without sampled
+tokens are ignored. Estimators raise ValueError if an input is missing or not finite, a setting is out of range, or the
+turns have no consistent order (`Turns.of`). docs/credit.md lists the unbiased estimators.
 """
 
 import torch
@@ -23,12 +23,12 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
         G_n = reward of turn n + gamma * sum of G over the turns that follow it
         A   = G_n - mean of G over the turns at the same depth in the other samples of the group
 
-    All sampled tokens of a turn have the advantage of the turn. Returns are `G_n`. The depth of a turn is the number of
-    turns before it on its path; without a fork it is the number of the turn. Turns of the same sample are left out of
-    the mean, because the return of a later turn depends on this turn. With one turn in each sample it equals `rloo`. If
-    the data has no turns, every run of sampled tokens is a turn.
+    All sampled tokens of a turn get the turn's advantage. Returns are `G_n`. A turn's depth is the number of turns
+    before it on its path; without a fork, it is the turn index. Turns of the same sample are excluded from the mean,
+    because the return of a later turn depends on this turn. With one turn per sample, this equals `rloo`. If the data
+    has no turns, every run of sampled tokens is a turn.
 
-    A is `G_n` in a group of one, and at a depth that no other sample reaches. If two or more samples of a group reach a
+    A is `G_n` in a group of one, and at a depth that no other sample reaches. If several samples of a group reach a
     depth and all returns at this depth are equal, A is exactly 0.
     """
     turns = Turns.of(x)
@@ -48,7 +48,7 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
 def turn_gae(
     x: Samples, *, gamma: float = 1.0, lam: float = 1.0, critic_lam: float | None = None, whiten: bool = False
 ) -> Result:
-    """GAE with turns as the steps of time, as in Turn-PPO.
+    """Turn-level GAE (each turn is one time step), as in Turn-PPO.
 
     Source: https://arxiv.org/abs/2512.17008
 
@@ -56,10 +56,10 @@ def turn_gae(
         A_n      = error_n + gamma * lam * sum of A over the turns that follow it
         return_n = V_n + A_n with critic_lam instead of lam
 
-    It needs a critic. `V_n` is the value before the first sampled token of the turn. The paper uses `gamma` 0.99 and
-    `lam` 0.9. The paper's clipping by turn belongs to its loss and is not part of this advantage. With `critic_lam`
-    None, returns use `lam`. All sampled tokens of a turn have the advantage of the turn, and the critic learns
-    `return_n` at all of these tokens. `whiten` applies to the advantages, not to the returns.
+    Requires a critic. `V_n` is the value before the first sampled token of the turn. The paper uses `gamma` 0.99 and
+    `lam` 0.9. The paper's turn-level clipping belongs to its loss and is not part of this advantage. If `critic_lam` is
+    None, returns use `lam`. All sampled tokens of a turn get the turn's advantage, and the critic is trained to predict
+    `return_n` at all of them. `whiten` applies to the advantages, not to the returns.
 
     It ignores groups.
     """
@@ -74,22 +74,22 @@ def turn_gae(
 
 
 def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: bool = True, eps: float = 1e-6) -> Result:
-    """GiGPO: an advantage of the episode within its group, plus one of each turn among turns in the same state.
+    """GiGPO: an episode-level advantage within the group, plus a turn-level advantage among turns in the same state.
 
     Source: https://arxiv.org/abs/2505.10978
 
         A = GRPO's advantage of the episode
             + step_weight * GRPO's advantage of the turn's return among the turns of the group with the same state
 
-    The return of a turn is the sum of its rewards plus `gamma` times the returns of the turns that follow it: the next
-    turn, or several turns after a fork (docs/credit.md#trees). With `std` False, means are subtracted, but nothing is
-    divided by a std. If the data has no turns, every run of sampled tokens is a turn. If the data has no states, all
-    first turns of a prompt have the same state, and every later turn has a different state. The second term is 0 for a
-    turn whose state no other turn of the group has. An environment gives its state by `state_key`
-    (docs/credit.md#states); without `state_key` the history is the state. A turn with two states is an error.
+    A turn's return is the sum of its rewards plus `gamma` times the returns of the turns that follow it: the next turn,
+    or several turns after a fork (docs/credit.md#trees). With `std` False, means are subtracted, but nothing is divided
+    by a std. If the data has no turns, every run of sampled tokens is a turn. If the data has no states, all first
+    turns of a prompt share one state, and every later turn has its own. The second term is 0 for a turn whose state no
+    other turn of the group shares. An environment sets its state with `state_key` (docs/credit.md#states); without
+    `state_key`, the history is the state. A turn with two states is an error.
 
-    In a group of one, the episode's term is `r / (1 + eps)`, or `r` with `std` False. If the total rewards of a larger
-    group are equal, the episode's term is 0.
+    In a group of one, the episode-level term is `r / (1 + eps)`, or `r` with `std` False. If all total rewards of a
+    larger group are equal, this term is 0.
     """
     turns = Turns.of(x)
     return_n = _returns(x, turns, gamma)
@@ -103,7 +103,7 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
     return_N, group_N, state_N, own_N, mine_n = x.everyone(
         return_n, x.group[turns.seq_n], state_n, own_n, seq_n=turns.seq_n
     )
-    # `own_N` is 0 if other turns may have the same state, and a different number for each turn whose state is unique.
+    # `own_N` is 0 for turns that may share a state, and a distinct number for each turn whose state is unique.
     own_N = own_N * torch.arange(1, len(own_N) + 1)
     steps = Groups.of([group_N, state_N, own_N], return_N)
     step_N = normalise(return_N, steps, eps) if std else subtract_mean(return_N, steps)
@@ -114,6 +114,6 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
 
 
 def _returns(x: Samples, turns: Turns, gamma: float) -> torch.Tensor:
-    """Return the return of each turn, which the docstring of this module defines, fp64 [n]."""
+    """Return the return of each turn, as defined in the module docstring, fp64 [n]."""
     reward_n = turns.sum(x.rewards[x.mask])
     return discount(reward_n, turns.after_n, torch.full_like(reward_n, in_range("gamma", gamma, 0, 1)))

@@ -1,4 +1,4 @@
-"""Losses of a critic and of an implicit reward model, losses that imitate tokens, and a cost's Lagrange multiplier.
+"""Critic, implicit reward model and imitation losses, and the Lagrange multiplier of a cost.
 
 T: packed tokens of one micro-batch; B: its sequences. Losses are per token, before aggregation
 (`aggregate.token_weights`). Losses with a mask are 0 where it is False, whatever the inputs are there.
@@ -21,13 +21,14 @@ def value_loss(
     mask_T: torch.Tensor,
     clip: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of a critic, 0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2).
+    """Return the critic loss, 0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2).
 
-    Source: the value clip of https://github.com/openai/baselines (ppo2), used since https://arxiv.org/abs/2203.02155
+    Source: value clipping as in https://github.com/openai/baselines (ppo2), used in RLHF since InstructGPT
+    (https://arxiv.org/abs/2203.02155)
 
-    values_T: v, with gradient. old_values_T: old, the values at the start of the step. returns_T: R, the targets. clip:
-    > 0; None: the plain squared error. Stats (detached [T]): `value_clip_fraction`, 1 where the clip decides the loss;
-    `value_error`, v - R.
+    values_T: v, with gradient. old_values_T: old, the critic's values at the start of the step. returns_T: R, the
+    targets. clip: clip range > 0, or None for the unclipped squared error. Stats (detached [T]): `value_clip_fraction`,
+    1 where the clip is active; `value_error`, v - R.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"the value clip must be above 0, or None for off, got {clip}")
@@ -66,14 +67,14 @@ def implicit_reward_loss(
     beta: float = 0.05,
     sequences: int | None = None,
 ) -> torch.Tensor:
-    """Return PRIME's loss of the implicit reward model: cross-entropy of sigmoid(sum of rewards) with the outcome.
+    """Return PRIME's implicit reward model loss: cross-entropy between sigmoid(sum of rewards) and the outcome.
 
     Source: https://arxiv.org/abs/2502.01456
 
     All unmasked tokens of a sequence have the same loss, so the aggregation `seq-mean-token-mean` gives the mean over
-    sequences. outcome: in [0, 1], 1 for a right answer; [B], or [T] with the sequence's outcome at each of its tokens.
-    sequences: number of sequences, as in `aggregate.sum_per_sequence`.
-    ValueError: an outcome out of range, beta not positive.
+    sequences. outcome: in [0, 1], 1 for a correct answer; [B], or [T] with the sequence's outcome at each of its
+    tokens. sequences: number of sequences, as in `aggregate.sum_per_sequence`. Raises ValueError if an outcome is out
+    of range or beta is not positive.
     """
     total = sum_per_sequence(implicit_rewards(logp_T, ref_logp_T, mask_T, beta), seq_T, sequences)[seq_T]
     outcome_T = outcome if outcome.shape == mask_T.shape else outcome[seq_T]
@@ -85,24 +86,24 @@ def implicit_reward_loss(
 
 
 def positive_nll(logp_T: torch.Tensor, mask_T: torch.Tensor, good_T: torch.Tensor) -> torch.Tensor:
-    """Return VAPO's loss that imitates good samples: -logp at their tokens, 0 elsewhere.
+    """Return VAPO's imitation loss on good samples: -logp at their tokens, 0 elsewhere.
 
     Source: https://arxiv.org/abs/2504.05118, which adds it to the policy loss with a coefficient of 0.1
 
-    good_T: bool [T], True at the tokens of good samples. The paper's mean is over the tokens of good samples only: use
-    the aggregation `token-mean` with totals and weights of the mask `mask_T & good_T`.
+    good_T: bool [T], True at the tokens of good samples. The paper averages over the tokens of good samples only: use
+    the aggregation `token-mean`, with totals and weights computed from the mask `mask_T & good_T`.
     """
     return -masked(logp_T, mask_T & good_T)
 
 
 def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most: float) -> float:
-    """Return the Lagrange multiplier of a cost after one step of gradient ascent on its logarithm.
+    """Return the Lagrange multiplier of a cost after one gradient ascent step on its logarithm.
 
     Source: https://arxiv.org/abs/2310.12773 (Safe RLHF)
 
-    log multiplier += lr * multiplier * (mean_cost - limit), but the multiplier becomes at most `most`. It stays
-    positive. It increases if the mean cost is above the limit, and decreases if it is below. multiplier, lr, most: > 0.
-    ValueError: multiplier, lr or most not positive, a cost or limit that is not finite.
+    log multiplier += lr * multiplier * (mean_cost - limit), with the multiplier capped at `most`. It stays positive,
+    increases if the mean cost is above the limit, and decreases if it is below. multiplier, lr, most: > 0. Raises
+    ValueError if multiplier, lr or most is not positive, or if a cost or limit is not finite.
     """
     if not multiplier > 0 or not lr > 0 or not most > 0:
         raise ValueError(f"multiplier, lr and most must be above 0, got {multiplier}, {lr} and {most}")
@@ -114,7 +115,7 @@ def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most
 
 
 def nll(logp: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of given tokens: minus log p."""
+    """Return the cross-entropy of the given tokens, -log p."""
     return -logp
 
 
@@ -124,4 +125,4 @@ def dft(logp: torch.Tensor) -> torch.Tensor:
 
 
 TOKEN_LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nll": nll, "dft": dft}
-"""Name of a loss of given tokens -> function that computes it from log p of each token."""
+"""Name of a token loss -> function that computes it from the log p of each token."""

@@ -1,12 +1,12 @@
-"""Parts of weight tensors that ranks hold and need (boxes), their transfer between ranks, and safetensors files.
+"""Slices of weight tensors that ranks hold and need (boxes), their transfer between ranks, and safetensors files.
 
-boxes.py        boxes: parts of a tensor as ranges in every dimension
-experts.py      maps parameters of a HF model to the tensors of its checkpoints
-folder.py       reads boxes of the tensors in a HF folder, and dequantises fp8
-sources.py      finds the tensors from which a model's parameters are read
+boxes.py        boxes: rectangular slices of a tensor, with an index range per dimension
+experts.py      maps the parameters of a HF model to checkpoint tensors
+folder.py       reads tensor slices from a HF folder, and dequantises fp8
+sources.py      finds the checkpoint tensors that a model's parameters are read from
 shards.py       one rank's shard of a parameter under FSDP2
-plan.py         plans which rank sends which parts of tensors to which rank
-reshard.py      sends the planned parts bucket by bucket, with checksums
-safetensors.py  writes and reads a sharded model as HF safetensors
+plan.py         plans which rank sends which tensor slices to which rank
+reshard.py      sends the planned slices bucket by bucket, with checksums
+safetensors.py  reads and writes a sharded model as HF safetensors
 writer.py       writes safetensors files tensor by tensor
 """

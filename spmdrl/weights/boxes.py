@@ -1,4 +1,4 @@
-"""Boxes: parts of named tensors, each given by an index range in every dimension.
+"""Boxes: rectangular slices of named tensors, each given by an index range per dimension.
 
 A box is stored as a Python tuple, or as a row of integers in an array.
 """
@@ -11,32 +11,32 @@ import numpy as np
 import torch
 
 Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: a pair (first index, last index + 1) for every dimension."""
+"""A rectangular slice of a tensor: one pair (first index, last index + 1) per dimension."""
 
 
 @dataclass
 class Piece:
-    """The part of a named tensor that a rank holds."""
+    """The slice of a named tensor that a rank holds."""
 
     name: str
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     box: Box
-    """Range of the whole tensor that the rank holds."""
+    """The slice's index ranges in the whole tensor."""
     tensor: torch.Tensor
-    """Values of the part, in the shape of `box`."""
+    """Values of the slice, with the shape of `box`."""
     exact: bool = False
-    """True if the tensor must never be cast. This holds for routing biases: rounded ones would choose other experts."""
+    """True if the tensor must never be cast, as for routing biases, where rounding would change the chosen experts."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Name, shape and type of a whole tensor."""
+    """Name, shape and dtype of a whole tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """Data type of a tensor that is never cast; None if the tensor may be cast."""
+    """dtype of a tensor that is never cast, or None if the tensor may be cast."""
 
     @property
     def box(self) -> Box:
@@ -55,15 +55,15 @@ def size(box: Box) -> int:
 
 
 def cut(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes; None if it is empty."""
+    """Return the intersection of two boxes, or None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(a < b for a, b in both) else None
 
 
 def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
-    """Return the part of `tensor` that `box` covers, as a view.
+    """Return a view of the part of `tensor` that `box` covers.
 
-    box: range in the whole tensor. origin: range of the whole tensor that `tensor` holds; None if it holds all of it.
+    box: index ranges in the whole tensor. origin: the box that `tensor` holds, or None if it is the whole tensor.
     """
     if box == origin:
         return tensor
@@ -74,11 +74,9 @@ def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.T
 
 
 def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Join boxes of a tensor that overlap, or that touch along one dimension, into the smallest box around them.
+    """Merge boxes of the same tensor that overlap, or that touch along one dimension, into their bounding box.
 
-    This is repeated until no boxes overlap.
-
-    boxes: pairs (tensor number, box).
+    boxes: pairs (tensor index, box).
     """
     out: dict[int, list[Box]] = {}
     for i, box in boxes:
@@ -101,16 +99,16 @@ def _joins(one: Box, other: Box) -> bool:
     return overlap or touch
 
 
-# ── boxes as rows, int64 [n, 1 + 2 D]: tensor number, D first indices, D last indices + 1 ──
+# ── boxes as rows, int64 [n, 1 + 2 D]: tensor index, D first indices, D last indices + 1 ──
 
 
 def most_dims(entries: Sequence[Entry]) -> int:
-    """Return D, the largest number of dimensions of the given tensors; at least 1."""
+    """Return D, the maximum number of tensor dimensions, at least 1."""
     return max([1, *(len(entry.shape) for entry in entries)])
 
 
 def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
-    """Convert pairs (tensor number, box) to rows. A dimension that a tensor lacks becomes the range from 0 to 1."""
+    """Convert pairs (tensor index, box) to rows. Missing dimensions become the range (0, 1)."""
     rows = np.zeros((len(boxes), 1 + 2 * dims), dtype=np.int64)
     rows[:, 1 + dims :] = 1
     for row, (i, box) in zip(rows, boxes, strict=True):
@@ -121,9 +119,9 @@ def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
 
 
 def to_boxes(rows: np.ndarray, entries: Sequence[Entry]) -> list[tuple[int, Box]]:
-    """Convert rows to pairs (tensor number, box)."""
+    """Convert rows to pairs (tensor index, box)."""
     dims = rows.shape[1] // 2
-    # zip ends with the shortest argument, the shape, so it drops the dimensions that the tensor lacks.
+    # zip stops at the shortest argument, the shape, so it drops the dimensions that the tensor does not have.
     return [
         (row[0], tuple((a, b) for a, b, _ in zip(row[1 : 1 + dims], row[1 + dims :], entries[row[0]].shape)))  # noqa: B905
         for row in rows.tolist()
@@ -137,7 +135,7 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 
 
 def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that sorts rows by tensor and box, and the places in this order at which the row changes."""
+    """Return the order that sorts rows by tensor and box, and the positions in this order where the row changes."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     begins = np.ones(len(rows), dtype=bool)
@@ -146,14 +144,14 @@ def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 MEETING = 1 << 16
-"""Maximum number of pairs of rows that are compared at a time, which bounds the memory."""
+"""Maximum number of row pairs compared at once, to bound memory use."""
 
 
 def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find all pairs of overlapping boxes of the same tensor.
 
-    one, other: boxes as rows; `other` must be sorted by tensor. Returns three arrays with an entry for each pair, in
-    the order of `one` and then of `other`: index into `one`, index into `other`, and the overlap as a row.
+    one, other: boxes as rows; `other` must be sorted by tensor. Returns three arrays with one entry per pair, ordered
+    by `one` and then by `other`: the index into `one`, the index into `other`, and the overlap as a row.
     """
     dims = one.shape[1] // 2
     first, last = (np.searchsorted(other[:, 0], one[:, 0], side) for side in ("left", "right"))
@@ -175,15 +173,15 @@ def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
 
 
 def clashing(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the sorted numbers of the groups in which two boxes overlap.
+    """Return the sorted indices of the groups in which two boxes overlap.
 
-    groups: int64 [n], number of each row's group, ascending. All rows of a group belong to the same tensor.
+    groups: int64 [n], group index of each row, ascending. All rows of a group belong to the same tensor.
     """
     if not len(rows):
         return groups
     dims, count = rows.shape[1] // 2, groups[-1] + 1
-    # The boxes of most groups follow one another along a dimension, so they cannot overlap. Only the other groups are
-    # compared pair by pair, because the number of pairs grows with n^2.
+    # In most groups, the boxes follow one another along some dimension, so they cannot overlap. Only the other groups
+    # are compared pair by pair, because the number of pairs grows with n^2.
     meets = (groups[1:] == groups[:-1])[:, None] & (rows[1:, 1 : 1 + dims] < rows[:-1, 1 + dims :])
     unsure = np.logical_and.reduce([np.bincount(groups[1:][d], minlength=count) > 0 for d in meets.T])
     chosen = unsure[groups]

@@ -1,11 +1,11 @@
-"""Maps parameters of a HF model to the tensors of its checkpoints.
+"""Maps the parameters of a HF model to checkpoint tensors.
 
-transformers 5 packs the experts of a layer into one parameter, [E, 2I, H] or [E, H, I]. Checkpoints, which vLLM and
-SGLang read as well, have one tensor for each expert and projection. Checkpoints of a few families also use other module
-names. `Layout` lists the ranges of checkpoint tensors in a shard, for reading and for writing. It takes the mapping
-from transformers (`conversion_mapping.py`), so it writes what save_pretrained would write.
+transformers 5 packs all experts of a layer into one parameter, [E, 2I, H] or [E, H, I]. Checkpoints, which vLLM and
+SGLang also read, have one tensor per expert and projection. For a few model families, checkpoints also use different
+module names. `Layout` lists the checkpoint tensor slices in a shard, for reading and writing. It uses the mapping from
+transformers (`conversion_mapping.py`), so it writes what save_pretrained would write.
 
-E experts, I their intermediate size, H hidden.
+E: number of experts; I: expert intermediate size; H: hidden size.
 """
 
 from collections.abc import Iterable
@@ -18,23 +18,23 @@ from spmdrl.weights.boxes import Box, full_box
 
 @dataclass(frozen=True)
 class Slot:
-    """A range of one checkpoint tensor, and its place in a shard."""
+    """A slice of one checkpoint tensor, and its position in a shard."""
 
     name: str
     """Name of the tensor in a HF checkpoint."""
     shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
     box: Box
-    """Range of the checkpoint tensor that the shard contains."""
+    """Index ranges of the checkpoint tensor that the shard contains."""
     index: tuple[int | slice, ...]
     """`shard[index]` is a view of the shard with the box's shape, for reading and writing."""
 
 
 class Layout:
-    """The mapping from parameters of one architecture to the tensors of its checkpoints."""
+    """Mapping from the parameters of one architecture to its checkpoint tensors."""
 
     def __init__(self, hf: Any):
-        """Read the mapping of a model.
+        """Read the mapping for a model.
 
         hf: a transformers model; only its names are read, so it may be on the meta device or sharded.
         """
@@ -42,9 +42,9 @@ class Layout:
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
-        # save_pretrained uses this reverse mapping from parameters to checkpoints, too. A parameter that transformers
-        # converts in another way than by packing experts is written under its name in transformers, which
-        # from_pretrained accepts.
+        # save_pretrained uses the same reverse mapping from parameters to checkpoints. A parameter that transformers
+        # converts in any way other than packing experts is written under its transformers name, which from_pretrained
+        # accepts.
         known = [t for t in known if not isinstance(t, WeightConverter) or packs_experts(t)]
         backwards = [t.reverse_transform() for t in known[::-1]]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
@@ -52,13 +52,13 @@ class Layout:
         self.cache: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
 
     def slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
-        """List the slots (ranges of checkpoint tensors) of a parameter's shard; an empty list if the shard is empty.
+        """List the slots (checkpoint tensor slices) in a parameter's shard, or an empty list if the shard is empty.
 
-        name, shape: of the whole parameter. box: range of the parameter that the shard holds. A parameter without
-        packed experts has one slot, the whole shard.
+        name, shape: name and shape of the whole parameter. box: index ranges of the parameter that the shard holds. A
+        parameter without packed experts has one slot, the whole shard.
         """
         if (name, shape, box) not in self.cache:
-            # The slots are cached, because every transfer of weights to the engine needs the same ones.
+            # Slots are cached, because every weight transfer to the engine needs the same ones.
             self.cache[name, shape, box] = self._slots(name, shape, box)
         return self.cache[name, shape, box]
 
@@ -77,9 +77,9 @@ class Layout:
         return _expert_slots(before, endings, tuple(shape), box)
 
     def places(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int | slice, ...]]]:
-        """Return where an unsharded model has each checkpoint tensor: name -> (parameter name, index into it).
+        """Return where each checkpoint tensor is in an unsharded model: name -> (parameter name, index into it).
 
-        shapes: names and shapes of the model's parameters.
+        shapes: parameter names and shapes of the model.
         """
         return {
             slot.name: (name, slot.index) for name, shape in shapes for slot in self.slots(name, shape, full_box(shape))
@@ -87,7 +87,7 @@ class Layout:
 
 
 def packs_experts(converter: Any) -> bool:
-    """Return True if a WeightConverter of transformers packs experts along dim 0 and their projections along dim 1."""
+    """Return True if a transformers WeightConverter packs experts along dim 0 and their projections along dim 1."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     steps = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
@@ -95,7 +95,7 @@ def packs_experts(converter: Any) -> bool:
 
 
 def _expert_slots(before: str, endings: list[str], shape: tuple[int, ...], box: Box) -> list[Slot]:
-    """Return the slots of experts packed along dim 0, each with len(endings) projections end to end along dim 1."""
+    """Return the slots of experts packed along dim 0, each with len(endings) projections concatenated along dim 1."""
     assert shape[1] % len(endings) == 0, (shape, endings)
     rows = shape[1] // len(endings)
     (first, last), (top, bottom), *rest = box

@@ -1,9 +1,9 @@
-"""Reads boxes of the tensors in a Hugging Face folder directly from its safetensors files.
+"""Reads tensor slices directly from the safetensors files in a Hugging Face folder.
 
-A box is a part of a tensor, given by an index range in every dimension (`boxes.py`). Files are memory-mapped, and only
-the bytes of a box are copied, chunk by chunk: a rank that needs a part of a model never holds more than that part and
-one chunk. Weights in fp8 with a scale for each block, the format of DeepSeek-V3 (https://arxiv.org/abs/2412.19437,
-section 3.3), are dequantised box by box.
+A box is a slice of a tensor, given by an index range per dimension (`boxes.py`). Files are memory-mapped, and only the
+bytes of a box are copied, chunk by chunk, so a rank that needs part of a model never holds more than that part and one
+chunk. fp8 weights with block-wise scales, the DeepSeek-V3 format (https://arxiv.org/abs/2412.19437, section 3.3), are
+dequantised box by box.
 """
 
 import json
@@ -17,9 +17,9 @@ import torch
 from spmdrl.weights.boxes import Box, inside, size
 
 CHUNK = 32 << 20
-"""Maximum number of bytes that are copied at a time; fp8 weights count with their size in float32."""
+"""Maximum number of bytes copied at once; fp8 weights are counted as float32."""
 SCALE = "_scale_inv"
-"""The scales of a weight are in a tensor that has the weight's name with this suffix."""
+"""Suffix that turns a weight's name into the name of its scale tensor."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -28,7 +28,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Floating-point types by their names in safetensors."""
+"""Floating-point dtypes by their safetensors names."""
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -38,15 +38,15 @@ class Tensors:
     def __init__(self, folder: Path, blocks: tuple[int, int] | None = None):
         """Open a folder: read its index, or the header of its only file. Raises ValueError if that cannot be read.
 
-        folder: has safetensors, in one file or with an index. blocks: numbers of rows and columns of the blocks of an
-        fp8 weight that share a scale; None if the folder has no fp8 weights.
+        folder: contains one safetensors file, or several with an index. blocks: numbers of rows and columns in an fp8
+        scale block, or None if the folder has no fp8 weights.
         """
         self.folder, self.blocks = folder, blocks
         self.handles: dict[str, Any] = {}
         self.slices: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            # Directories in the index's file names are dropped, so that it cannot name files outside of the folder.
+            # Strip directories from the index's file names, so that it cannot point outside the folder.
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             self.files: dict[str, str] = {name: Path(file).name for name, file in found.items()}
         else:
@@ -78,11 +78,11 @@ class Tensors:
         return self.slices[name]
 
     def __contains__(self, name: str) -> bool:
-        """Return True if the folder holds a tensor of that name."""
+        """Return True if the folder has a tensor with this name."""
         return name in self.files
 
     def names(self) -> list[str]:
-        """List the names of the tensors, without the scales of fp8 weights."""
+        """List the tensor names, without fp8 scales."""
         return [
             n for n in self.files if not (self.blocks and n.endswith(SCALE) and n.removesuffix(SCALE) in self.files)
         ]
@@ -92,13 +92,14 @@ class Tensors:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the stored type of a tensor if it is a floating-point type, else None."""
+        """Return the stored dtype of a tensor if it is floating-point, else None."""
         return DTYPES.get(self._slice(name).get_dtype())
 
     def check_scales(self, name: str) -> None:
         """Check that an fp8 tensor can be dequantised.
 
-        Raises ValueError if it is not a matrix, its scales are missing or do not fit, or the folder declares no blocks.
+        Raises ValueError if it is not a matrix, its scales are missing or have the wrong shape, or the folder declares
+        no block size.
         """
         if self.dtype(name) not in FP8:
             return
@@ -136,20 +137,20 @@ class Tensors:
 
     @torch.no_grad()
     def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy a box of a stored tensor into a tensor of the box's shape, of any type and on any device."""
+        """Copy a box of a stored tensor into a tensor of the box's shape, with any dtype and on any device."""
         stored = self.dtype(name)
         width = 8 if stored is None else 4 if stored in FP8 else stored.itemsize
         for part in chunks(box, CHUNK // width):
             inside(into, part, box).copy_(self.read(name, part))
 
     def differs(self, name: str, box: Box, other: torch.Tensor) -> bool:
-        """Return True if a box of a stored tensor, cast to the type of `other`, differs from `other`."""
+        """Return True if a box of a stored tensor, cast to the dtype of `other`, differs from `other`."""
         parts = chunks(box, CHUNK // 8)
         return any(not torch.equal(self.read(name, p).to(other), inside(other, p, box)) for p in parts)
 
 
 def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Yield the parts of a box, cut along the outer dimensions first. most: largest number of elements of a part."""
+    """Yield the parts of a box, split along the outer dimensions first. most: maximum number of elements per part."""
     if not box or size(box) <= most:
         yield box
         return

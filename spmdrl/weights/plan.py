@@ -1,11 +1,10 @@
-"""Plans which parts of tensors ranks send to each other.
+"""Plans which tensor slices ranks send to each other.
 
-Every rank computes its plan from the parts that all ranks hold and need, which are boxes (`boxes.py`). The overlap of a
-box that one rank holds and a box that a rank needs is called a region. Tensors are transferred in buckets of
-consecutive tensors.
+Every rank computes its plan from the slices that all ranks hold and need, which are boxes (`boxes.py`). The overlap of
+a held box and a needed box is called a region. Tensors are transferred in buckets of consecutive tensors.
 
-Data whose size grows with ranks times boxes stays in arrays. A plan holds rows for the regions that its rank sends and
-receives, and makes Python objects for one bucket at a time. A small plan caches these objects for the next transfer.
+Data that grows with ranks times boxes stays in arrays. A plan stores the regions that its rank sends and receives as
+rows, and creates Python objects for one bucket at a time. A small plan caches these objects for the next transfer.
 """
 
 from collections.abc import Sequence
@@ -16,15 +15,15 @@ import numpy as np
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
 SMALL = 4096
-"""A plan caches its buckets if it has at most this number of sent and received regions. Such buckets take few MiB."""
+"""Maximum number of sent and received regions up to which a plan caches its buckets, which then take a few MiB."""
 
 Regions = list[tuple[int, Box]]
-"""Pairs (number of a piece or tensor, region), in the order in which a message has them."""
+"""Pairs (piece or tensor index, region), in message order."""
 
 
 @dataclass
 class Sets:
-    """The boxes of all ranks of a group, as sets. Ranks with the same boxes share a set."""
+    """The boxes of all ranks in a group, as sets. Ranks with the same boxes share a set."""
 
     rows: list[np.ndarray]
     """Rows of each set, sorted and unique (`boxes.to_rows`)."""
@@ -34,41 +33,41 @@ class Sets:
 
 @dataclass
 class Bucket:
-    """Regions that one rank sends, receives and copies when one bucket is transferred."""
+    """Regions that one rank sends, receives and copies during the transfer of one bucket."""
 
     own: Regions = field(default_factory=list)
-    """Pairs (number of this rank's piece, region) for the regions that this rank both holds and needs."""
+    """Pairs (index of this rank's piece, region) for the regions that this rank both holds and needs."""
     send: list[tuple[list[int], Regions]] = field(default_factory=list)
-    """Messages to send: (receiving ranks, pairs (number of this rank's piece, region) in the message)."""
+    """Messages to send: (receiving ranks, pairs (index of this rank's piece, region) in the message)."""
     receive: dict[int, Regions] = field(default_factory=dict)
-    """Sending rank -> pairs (number of a tensor, region) in its message."""
+    """Sending rank -> pairs (tensor index, region) in its message."""
 
 
 @dataclass
 class Parcel:
-    """The regions that one rank sends to ranks with the same needs, over all buckets."""
+    """The regions that one rank sends to ranks with the same needs, across all buckets."""
 
     number: int
     """Index in `Sets.rows` of the boxes that the receiving ranks need."""
     ranks: list[int]
     """The receiving ranks."""
     piece: np.ndarray
-    """int32 [n]: number of the sending rank's piece for each row of `regions`."""
+    """int32 [n]: index of the sending rank's piece for each row of `regions`."""
     regions: np.ndarray
     """All regions of the needed boxes that the sending rank holds, as sorted rows."""
     sent: np.ndarray
-    """int32: indices of the rows of `regions` that are sent."""
+    """int32: indices of the sent rows of `regions`."""
     ends: np.ndarray
-    """int32 [buckets]: index in `sent` at which each bucket ends."""
+    """int32 [buckets]: index in `sent` where each bucket ends."""
 
 
 class Holders:
-    """The different boxes that ranks hold, and for each box the ranks that hold it; replicated boxes have several."""
+    """The distinct boxes that ranks hold, and the ranks that hold each box; replicated boxes have several holders."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
-        """Find the different boxes, and the ranks that hold each.
+        """Find the distinct boxes, and the ranks that hold each.
 
-        held: boxes that ranks hold. wanted: bool [tensors], False for tensors whose boxes are left out.
+        held: boxes held by each rank. wanted: bool [tensors], False for tensors whose boxes are ignored.
         """
         near = [rows[wanted[rows[:, 0]]] for rows in held.rows]
         number = np.repeat(np.arange(len(near), dtype=np.int32), [len(rows) for rows in near])
@@ -80,7 +79,7 @@ class Holders:
         """Number of sets that contain each box. The sets of box i are `sets[begins[i] : begins[i] + counts[i]]`."""
         self.by_set = np.argsort(self.sets, kind="stable").astype(np.int32)
         self.places = np.repeat(np.arange(len(begins), dtype=np.int32), self.counts)[self.by_set]
-        """Numbers of the boxes of the first set, followed by those of the second set, and so on."""
+        """Box indices of the first set, followed by those of the second set, and so on."""
         self.set_ends = np.cumsum(np.bincount(number, minlength=len(near)))
         self.of = held.of
         self.ranks = np.argsort(held.of, kind="stable")
@@ -88,15 +87,15 @@ class Holders:
         self.ranks_at = np.cumsum(self.ranks_in) - self.ranks_in
 
     def of_rank(self, rank: int) -> np.ndarray:
-        """Return the sorted numbers of the boxes that a rank holds."""
+        """Return the sorted indices of the boxes that a rank holds."""
         s = self.of[rank]
         return self.places[self.set_ends[s - 1] if s else 0 : self.set_ends[s]]
 
     def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
-        """Return the rank that sends each of some boxes to a receiver. It is the receiver itself if it holds the box.
+        """Return, for each box, the rank that sends it to a receiver: the receiver itself if it holds the box.
 
-        boxes: numbers of the boxes. receiver: a rank. turn: the receiver's place in an order of all ranks. Receivers
-        with successive places get a box from successive holders.
+        boxes: box indices. receiver: a rank. turn: the receiver's position in an order of all ranks. Receivers at
+        consecutive positions get a box from consecutive holders.
         """
         here = np.zeros(len(self.rows), dtype=bool)
         here[self.of_rank(receiver)] = True
@@ -107,7 +106,7 @@ class Holders:
 
 
 class Routes:
-    """One rank's plan: regions that it sends, receives, or both holds and needs. Ranks are numbered in the group."""
+    """One rank's plan: the regions that it sends, receives, or both holds and needs. Ranks are group ranks."""
 
     def __init__(
         self,
@@ -118,15 +117,14 @@ class Routes:
         entries: Sequence[Entry],
         buckets: np.ndarray,
     ):
-        """Compute the plan, without communication.
+        """Compute the plan without communication.
 
-        held: boxes that ranks hold. If several ranks hold the same box, one of them sends it. Different boxes must not
-        overlap. wanted: boxes that ranks need, without overlap within a rank. me: number of this rank. pieces: int64,
-        the number of the piece for each box that this rank holds. buckets: int64 [tensors], the number of each tensor's
-        bucket, ascending.
+        held: boxes held by each rank. If several ranks hold the same box, one of them sends it. Distinct boxes must not
+        overlap. wanted: boxes needed by each rank, without overlap within a rank. me: this rank. pieces: int64, piece
+        index of each box that this rank holds. buckets: int64 [tensors], bucket index of each tensor, ascending.
 
-        Raises ValueError if no rank holds some part of what this rank needs, or if ranks hold a part of it in different
-        boxes that overlap.
+        Raises ValueError if no rank holds some part of what this rank needs, or if the boxes that different ranks hold
+        of it overlap without being identical.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0
@@ -134,8 +132,8 @@ class Routes:
         near = np.zeros(len(entries), dtype=bool)
         near[mine[:, 0]] = near[want[:, 0]] = True
         holders = Holders(held, near)
-        # Ranks with equal needs and boxes get consecutive turns, which spreads their requests evenly over the holders.
-        # Rank numbers would not spread them, because the first ranks of engines are multiples of the engine's size.
+        # Ranks with the same needs and boxes get consecutive turns, which spreads their requests evenly over the
+        # holders. Rank numbers would not, because the first rank of each engine is a multiple of the engine size.
         self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
         self._receive(holders, want, me, pieces, buckets, count)
         self._send(holders, wanted, me, pieces, buckets, count)
@@ -144,7 +142,7 @@ class Routes:
 
     def _receive(self, holders: Holders, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
         box, source, regions = meet(want, holders.rows)
-        # If boxes overlapped, the sum below could hide a gap, and it would be random which copy of a region remains.
+        # If boxes overlapped, the sum below could hide a gap, and it would be arbitrary which copy of a region remains.
         if (twice := clashing(box, regions)).size:
             ((i, part),) = to_boxes(want[twice[:1]], self.entries)
             raise ValueError(
@@ -191,7 +189,7 @@ class Routes:
                 self.parcels.append(Parcel(s, ranks, piece, regions, sent, ends))
 
     def bucket(self, k: int) -> Bucket:
-        """Return one bucket as Python objects; the caller must not change it."""
+        """Return one bucket as Python objects. The caller must not modify it."""
         if k in self.cache:
             return self.cache[k]
         bucket = self._bucket(k)

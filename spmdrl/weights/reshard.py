@@ -1,8 +1,8 @@
-"""Transfers the parts of named tensors that ranks need from the ranks that hold them, and no other bytes.
+"""Transfers the tensor slices that ranks need from the ranks that hold them, and no other bytes.
 
-Parts are boxes (`boxes.py`). Each rank intersects the boxes that it holds with those that others need (`plan.py`) and
-sends exactly these intersections, one bucket of tensors at a time, while the previous bucket is in use. The module is
-independent of models: `policy/` supplies the boxes that ranks hold, `engines/` those that they need.
+Slices are boxes (`boxes.py`). Each rank intersects the boxes that it holds with those that others need (`plan.py`) and
+sends exactly these intersections, one bucket of tensors at a time, while the previous bucket is in use. This module is
+model-agnostic: `policy/` provides the boxes that ranks hold, and `engines/` those that they need.
 """
 
 import json
@@ -24,21 +24,21 @@ from spmdrl.weights.plan import Bucket, Regions, Routes, Sets
 
 ALIGN = 16
 DIGEST = 8
-"""Number of bytes of a digest."""
+"""Size of a digest in bytes."""
 IN_CACHE = 2 << 20
-"""Maximum number of bytes of a bucket that stays in a CPU's cache while it is cast, checked and loaded."""
+"""Maximum bucket size in bytes that stays in a CPU's cache while the bucket is cast, checked and loaded."""
 NAMED = 3
-"""Maximum number of tensors of a corrupt message that the error names."""
+"""Maximum number of tensors named in the error for a corrupt message."""
 
 
 class CorruptWeightsError(RuntimeError):
-    """Raised if received bytes differ from the bytes that were sent."""
+    """Raised if received bytes differ from those that were sent."""
 
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
-    """List all tensors of which a rank of the group holds a part. Collective; all ranks return the same list.
+    """List all tensors that any rank of the group holds a slice of. Collective; all ranks return the same list.
 
-    pieces: parts that this rank holds. group: a host-side group.
+    pieces: slices that this rank holds. group: a CPU process group.
     """
     mine = {p.name: [str(p.tensor.dtype).removeprefix("torch.") if p.exact else "", *p.shape] for p in pieces}
     raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
@@ -51,24 +51,24 @@ def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
 
 
 def _gather_sets(rows: np.ndarray, group: dist.ProcessGroup) -> Sets:
-    """Gather the boxes of every rank. rows: boxes of this rank as sorted, unique rows. Collective."""
+    """Gather the boxes of every rank. rows: this rank's boxes as sorted, unique rows. Collective."""
     parts, of = all_gather_distinct(torch.from_numpy(rows), group)
     return Sets([part.numpy() for part in parts], np.array(of))
 
 
 @dataclass
 class Flight:
-    """A bucket whose transfer was started and is not finished."""
+    """A bucket whose transfer is in flight."""
 
     bucket: Bucket
     works: list
     inbox: dict[int, torch.Tensor]
     outbox: list[torch.Tensor]
-    """Outgoing messages, whose memory must stay until the transfer is complete."""
+    """Outgoing messages, kept alive until the transfer is complete."""
 
 
 class Reshard:
-    """Transfers tensors as often as needed, by a plan that is made only once."""
+    """Transfers tensors repeatedly, with a plan that is computed once."""
 
     def __init__(
         self,
@@ -81,16 +81,17 @@ class Reshard:
         bucket_bytes: int,
         over: dist.ProcessGroup | None = None,
     ):
-        """Make the plan. Collective.
+        """Compute the plan. Collective.
 
-        entries: as `catalogue` returns them. pieces: this rank's parts. If several ranks hold the same box, one of them
-        sends it; different boxes may not overlap. needs: pairs (index of an entry, box) that this rank needs; these
-        boxes may overlap. host_group: host-side group of all ranks that take part. device: device of the tensors.
-        dtype: type to which tensors are cast before the transfer, unless their entry has a type. bucket_bytes: maximum
-        size of a bucket, as bytes of whole tensors; a larger tensor is alone in its bucket. over: group of the
-        transfer; None for the default group.
+        entries: as returned by `catalogue`. pieces: this rank's slices. If several ranks hold the same box, one of them
+        sends it; distinct boxes must not overlap. needs: pairs (entry index, box) that this rank needs; these boxes may
+        overlap. host_group: CPU process group of all participating ranks. device: device of the tensors. dtype: dtype
+        that tensors are cast to before the transfer, unless their entry has a dtype. bucket_bytes: maximum bucket size
+        in bytes, counting whole tensors; a larger tensor gets its own bucket. over: process group for the transfer, or
+        None for the default group.
 
-        Raises ValueError if no rank holds a needed part, or if ranks hold that part in different boxes that overlap.
+        Raises ValueError if no rank holds some part of a needed box, or if the boxes that different ranks hold of it
+        overlap without being identical.
         """
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]
@@ -116,12 +117,12 @@ class Reshard:
     def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the tensors that this rank needs, bucket by bucket. Collective.
 
-        A yielded tensor has the shape of the whole tensor, but values only in the needed boxes. Every rank yields the
-        same number of buckets, of which some may be empty.
+        A yielded tensor has the shape of the whole tensor, but only the needed boxes are filled. Every rank yields the
+        same number of buckets, some of which may be empty.
 
-        pieces: the pieces of the plan, with current values. A tensor that this rank holds completely in the right type
-        is yielded without a copy, so callers must only read it.
-        Raises CorruptWeightsError if received bytes differ from those sent; it names the sending rank and the tensors.
+        pieces: the pieces that the plan was computed for, with current values. A tensor that this rank holds completely
+        in the right dtype is yielded without a copy, so callers must not modify it. Raises CorruptWeightsError, which
+        names the sending rank and the tensors, if received bytes differ from those sent.
         """
         flights: deque[Flight] = deque()
         self.received_bytes = 0
@@ -135,7 +136,7 @@ class Reshard:
     @torch.no_grad()
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
         operations, outbox, inbox = [], [], {}
-        # Each tensor is read only once for all receivers, because some pieces compute their tensor at every access.
+        # Read each tensor only once for all receivers, because some pieces compute their tensor on every access.
         held = {n: pieces[n].tensor for _, regions in bucket.send for n in dict(regions)}
         for places, regions in bucket.send:
             kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
@@ -177,7 +178,7 @@ class Reshard:
         return whole
 
     def _check(self, flight: Flight) -> None:
-        """Compare the digests of all messages at once, because every comparison waits for the device."""
+        """Compare the digests of all messages at once, because every comparison causes a device sync."""
         if not flight.inbox:
             return
         computed = torch.stack([digest(message[:-DIGEST]) for message in flight.inbox.values()])
@@ -194,9 +195,9 @@ class Reshard:
             )
 
     def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
-        """Return the tensor for entry i, which is allocated at the first call.
+        """Return the tensor for entry i, allocating it on the first call.
 
-        On a CPU, the allocation takes no memory for parts that are never written.
+        On a CPU, parts that are never written take no memory.
         """
         entry = self.entries[i]
         if entry.name not in whole:
@@ -205,7 +206,7 @@ class Reshard:
 
 
 def message_bytes(kinds: Iterable[tuple[torch.dtype, Box]]) -> int:
-    """Return the size in bytes of a message, which has the regions and then their digest."""
+    """Return the size in bytes of a message, which consists of the regions followed by their digest."""
     return DIGEST + sum(_aligned(size(box) * dtype.itemsize) for dtype, box in kinds)
 
 
@@ -214,7 +215,7 @@ def _aligned(n: int) -> int:
 
 
 def _regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]]) -> list[torch.Tensor]:
-    """Return the regions of a message, as views."""
+    """Return views of the regions in a message."""
     at, parts = 0, []
     for dtype, box in kinds:
         nbytes = size(box) * dtype.itemsize
@@ -229,9 +230,9 @@ def _digest_in(message: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_places(entries: list[Entry], itemsize: int, bucket_bytes: int) -> list[int]:
-    """Return the number of each tensor's bucket.
+    """Return the bucket index of each tensor.
 
-    A bucket has consecutive tensors of at most `bucket_bytes` bytes together; a larger tensor is alone in its bucket.
+    A bucket has consecutive tensors with at most `bucket_bytes` bytes in total; a larger tensor gets its own bucket.
     """
     places, bucket, held = [], 0, 0
     for entry in entries:

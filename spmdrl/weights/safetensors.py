@@ -17,17 +17,18 @@ from spmdrl.weights.shards import local, pieces_of
 from spmdrl.weights.writer import SafetensorsWriter
 
 MASTERS = "masters"
-"""Key of the float32 weights in an optimizer's state, which has them only if those in `model/` have a narrower type."""
+"""Key of the float32 master weights in the optimizer state, present only if the weights in `model/` have a narrower
+dtype."""
 
 BUCKET = 256 << 20
-"""Maximum number of bytes that rank 0 gathers at a time to write a model; a larger tensor is gathered alone."""
+"""Maximum number of bytes that rank 0 gathers at once when saving a model; a larger tensor is gathered alone."""
 
 
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
-    """Return True if the optimizer state in `folder` holds float32 weights.
+    """Return True if the optimizer state in `folder` has float32 master weights.
 
-    saved: name -> shape of the tensors in the optimizer state. named: pairs (name, parameter) of the model.
-    Raises ValueError if the float32 weights belong to another model.
+    saved: name -> shape of every tensor in the optimizer state. named: (name, parameter) pairs of the model. Raises
+    ValueError if the master weights belong to another model.
     """
     if not any(name.startswith(f"{MASTERS}.") for name in saved):
         return False
@@ -45,10 +46,10 @@ def read_into(
 
 
 def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = None) -> None:
-    """Fill pieces from a HF folder, reading only the range (box) that each piece holds.
+    """Fill pieces from a HF folder, reading only the slice (box) that each piece holds.
 
-    least: the narrowest float type that is accepted; None accepts any.
-    Raises ValueError if a tensor is missing in the folder, or has another shape or a narrower type.
+    least: narrowest accepted floating-point dtype, or None to accept any. Raises ValueError if a tensor is missing from
+    the folder, or has a different shape or a narrower dtype.
     """
     folder = tensors.folder
     for piece in pieces:
@@ -67,7 +68,7 @@ def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = 
 def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """Yield whole tensors bucket by bucket on rank 0, and empty buckets on other ranks.
 
-    pieces: parts that this rank holds. Collective over the ranks of this rank's role.
+    pieces: slices that this rank holds. Collective over all ranks of this rank's role.
     """
     group = world.role_group
     entries = catalogue(pieces, group)
@@ -77,7 +78,7 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
 
 
 def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
-    """Copy pieces with their current values to host memory, cast to `dtype` unless they are exact."""
+    """Copy the current values of the pieces to host memory, cast to `dtype` unless they are exact."""
 
     def copied(p: Piece) -> Piece:
         tensor = p.tensor.detach()
@@ -87,19 +88,19 @@ def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
 
 
 def tree_on_host(tree: Any) -> Any:
-    """Copy the tensors in nested dicts and lists to host memory; a DTensor keeps its sharding."""
+    """Copy all tensors in nested dicts and lists to host memory; DTensors keep their sharding."""
     if isinstance(tree, dict):
         return {key: tree_on_host(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(tree_on_host(value) for value in tree)
     if isinstance(tree, DTensor):
-        # The constructor is called, because `DTensor.from_local` would move the shard to the mesh's device.
+        # Call the constructor, because `DTensor.from_local` would move the shard to the mesh's device.
         return DTensor(local(tree).to("cpu", copy=True), tree._spec, requires_grad=False)  # type: ignore[call-arg]
     return tree.detach().to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
 
 
 Stored = list[tuple[Path, str]]
-"""Tensors in files, as pairs (safetensors file, tensor name)."""
+"""Stored tensors, as pairs (safetensors file, tensor name)."""
 
 
 def stored(folder: Path) -> Stored:
@@ -114,10 +115,10 @@ def stored(folder: Path) -> Stored:
 
 
 def prediction_heads(folder: Path, config: Any) -> Stored:
-    """Find the tensors of a checkpoint's multi-token prediction heads (MTP), which transformers' models lack.
+    """Find a checkpoint's multi-token prediction (MTP) tensors, which transformers models do not have.
 
-    These tensors belong to layers after the model's last layer (DeepSeek-V3), or their names begin with mtp or
-    model.mtp. config: transformers' config of the model. Raises ValueError if the folder has no such tensors.
+    These tensors belong to layers after the model's last layer (DeepSeek-V3), or their names start with mtp or
+    model.mtp. config: the model's transformers config. Raises ValueError if the folder has no such tensors.
     """
     layers = config.get_text_config().num_hidden_layers
     found = []
@@ -139,11 +140,11 @@ def save_model(
     more: Stored | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write a HF folder on rank 0; the folder must exist. Collective over the ranks of this rank's role.
+    """Save a model to an existing HF folder on rank 0. Collective over all ranks of this rank's role.
 
-    pieces: this rank's parts of the model. dtype: type of the saved weights. fixed: name -> content of each other file
-    (`policy/model_files.py`). more: tensors of other folders to copy; fp8 weights are dequantised, because the saved
-    model is not quantised. blocks: size of the blocks of fp8 weights in `more`, as in `weights.folder.Tensors`.
+    pieces: this rank's slices of the model. dtype: dtype of the saved weights. fixed: name -> content of every other
+    file (`policy/model_files.py`). more: tensors to copy from other folders; fp8 weights are dequantised, because the
+    saved model is not quantised. blocks: fp8 scale block size in `more`, as in `weights.folder.Tensors`.
     """
     target = folder if world.is_first else None
     if target:

@@ -12,16 +12,18 @@ from spmdrl.weights.experts import Layout
 
 
 def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
-    """Return (first row, last row + 1) of one shard of dim 0, as torch.chunk and FSDP2's Shard(0) cut it.
+    """Return (first row, last row + 1) of one shard of dim 0, split as in torch.chunk and FSDP2's Shard(0).
 
-    rows: size of dim 0. shards: number of shards. index: number of the shard, from 0.
+    rows: size of dim 0. shards: number of shards. index: shard index.
     """
     size = -(-rows // shards)
     return min(index * size, rows), min((index + 1) * size, rows)
 
 
 def shard_box(param: torch.Tensor) -> Box:
-    """Return the range of a parameter that this rank holds: its shard if the parameter is sharded, else all of it."""
+    """Return the box of a parameter that this rank holds: its shard if the parameter is sharded, else the whole
+    parameter.
+    """
     if not isinstance(param, DTensor):
         return full_box(param.shape)
     return _shard_box(param.device_mesh, tuple(param.shape))
@@ -35,15 +37,15 @@ def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard, without gradient."""
-    # The attribute is read directly, because `to_local()` would add an autograd node.
+    """Return this rank's shard, detached."""
+    # Read the attribute directly, because `to_local()` would add an autograd node.
     return (param._local_tensor if isinstance(param, DTensor) else param).detach()
 
 
 def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:
-    """Return this rank's shards of a Shard(0) model as parts of checkpoint tensors, without empty shards.
+    """Return this rank's shards of a Shard(0) model as slices of checkpoint tensors, omitting empty shards.
 
-    named: pairs (name, parameter). exact: as in `Piece`.
+    named: (name, parameter) pairs. exact: as in `Piece`.
     """
     return [
         Piece(slot.name, slot.shape, slot.box, local(param)[slot.index], exact)

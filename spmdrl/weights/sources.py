@@ -1,8 +1,8 @@
-"""Finds the tensors of a Hugging Face folder from which the parameters of a model are read.
+"""Finds the tensors in a Hugging Face folder that a model's parameters are read from.
 
-When transformers loads a folder, it renames tensors, adds or drops the prefix of the inner model, packs a layer's
-experts into one parameter, and for a few families splits or transposes tensors. This module applies the same rules
-(`core_model_loading.py`) to names and to the parts (boxes, `boxes.py`) that a rank needs, so that a part of a parameter
+When transformers loads a folder, it renames tensors, adds or drops the inner model's prefix, packs a layer's experts
+into one parameter, and for a few model families splits or transposes tensors. This module applies the same rules
+(`core_model_loading.py`) to names and to the slices (boxes, `boxes.py`) that a rank needs, so that part of a parameter
 can be read without the rest, unless transformers splits or transposes its tensors. `experts.py` maps in the opposite
 direction, from parameters to checkpoint tensors.
 """
@@ -22,23 +22,23 @@ from spmdrl.weights.folder import Tensors
 
 @dataclass(eq=False)
 class Converted:
-    """Tensors of a folder that transformers converts together into one or more parameters."""
+    """Tensors in a folder that transformers converts together into one or more parameters."""
 
     first: str
     """Name of the first parameter that the conversion returns."""
     converter: Any
-    """The WeightConverter of transformers that does the conversion."""
+    """The transformers WeightConverter that performs the conversion."""
     by_pattern: dict[str, list[str]]
-    """Pattern of the converter -> names of tensors that match it, in transformers' order."""
+    """Converter pattern -> names of the tensors that match it, in transformers' order."""
 
     def packs(self) -> bool:
         """Return True if the conversion only packs experts into one parameter."""
         return len(self.converter.target_patterns) == 1 and packs_experts(self.converter)
 
     def projections(self) -> list[list[str]]:
-        """Return for each projection the names of its tensors, one per expert.
+        """Return, for each projection, the names of its tensors, one per expert.
 
-        Projections are in the order in which the parameter has them along dim 1.
+        Projections are in their order along dim 1 of the parameter.
         """
         return [self.by_pattern.get(pattern, []) for pattern in self.converter.source_patterns]
 
@@ -55,12 +55,12 @@ class Converted:
 
 
 class Sources:
-    """The tensors of a folder from which a model's parameters are read."""
+    """The tensors in a folder that a model's parameters are read from."""
 
     def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
-        """Find the tensors of each parameter by their names, without reading weights.
+        """Match tensors to parameters by name, without reading weights.
 
-        hf: a transformers model, which may be on the meta device, sharded, or have adapters. shapes: whole shape of
+        hf: a transformers model; it may be on the meta device, be sharded, or have adapters. shapes: full shape of
         every parameter and persistent buffer, by its name in the original model. tensors: the folder to read.
         """
         self.hf, self.shapes, self.tensors = hf, dict(shapes), tensors
@@ -68,7 +68,7 @@ class Sources:
         self.converted: dict[str, Converted] = {}
         self.last: tuple[Converted, dict[str, torch.Tensor]] | None = None
         self._match()
-        # A conversion may return several parameters, whose names are known only after it ran.
+        # A conversion may return several parameters, whose names are known only after running it.
         for first, each in list(self.converted.items()):
             if not each.packs():
                 for name in self._result_shapes(each):
@@ -116,7 +116,7 @@ class Sources:
         return name in self.plain or name in self.converted
 
     def fits(self, name: str) -> bool:
-        """Return True if the folder has the tensors of a parameter, in shapes that fit the model's parameter."""
+        """Return True if the folder has all tensors of a parameter, with shapes that match the model."""
         shape = self.shapes[name]
         if name in self.plain:
             return self.tensors.shape(self.plain[name]) == shape
@@ -134,11 +134,11 @@ class Sources:
         )
 
     def may_lack(self, name: str) -> bool:
-        """Return True if the model's class allows a folder without this parameter."""
+        """Return True if the model class allows this parameter to be missing from the folder."""
         return any(re.search(pattern, name) for pattern in self.hf._keys_to_ignore_on_load_missing or ())
 
     def read_from(self, name: str) -> list[str]:
-        """List the tensors from which a parameter is read."""
+        """List the tensors that a parameter is read from."""
         if name in self.plain:
             return [self.plain[name]]
         return [tensor for names in self.converted[name].by_pattern.values() for tensor in names]
@@ -154,7 +154,7 @@ class Sources:
             self._copy_experts(each.projections(), self.shapes[name], box, into)
             return
         if self.last is None or self.last[0] is not each:
-            # The result is cached, because the next call probably needs another box or parameter of this conversion.
+            # Cache the result, because the next call probably needs another box or parameter from this conversion.
             self.last = each, each.run(self.hf, self.tensors)
         into.copy_(inside(self.last[1][name], box))
 

@@ -1,4 +1,4 @@
-"""Writes Hugging Face safetensors files tensor by tensor, so that no rank holds a whole model to save it."""
+"""Writes Hugging Face safetensors files tensor by tensor, so that no rank has to hold the whole model to save it."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Name of each data type in the header of a safetensors file."""
+"""Name of each dtype in a safetensors header."""
 ALIGN = 8
 FIRST_HEADER = 8 << 10
 
@@ -25,12 +25,12 @@ FIRST_HEADER = 8 << 10
 class SafetensorsWriter:
     """Writes tensors to HF safetensors files of bounded size, with an index if there are several files.
 
-    Only a rank with a folder writes. A tensor above the bound has a file of its own.
+    Only ranks with a folder write. A tensor larger than the bound gets its own file.
 
-    A file begins with a header that lists its tensors, and the header may end in spaces
+    A file starts with a header that lists its tensors and may be padded with spaces
     (https://github.com/huggingface/safetensors#format). Space for the header is reserved at the start of the file, so
-    that tensors can be written immediately. Only tensors that would misalign the tensors after them are kept in memory
-    until their file is complete.
+    that tensors can be written immediately. Only tensors that would misalign those after them are kept in memory until
+    their file is complete.
     """
 
     def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
@@ -46,7 +46,7 @@ class SafetensorsWriter:
         self.size = self.written = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the tensors of one bucket. When a file is full, a new one begins."""
+        """Write the tensors of one bucket, starting a new file when the current one is full."""
         if self.folder is None:
             return
         for name, tensor in tensors.items():
@@ -86,7 +86,7 @@ class SafetensorsWriter:
             self.file.close()
             self._grow_header(path, reserved, needed)
             self.file, reserved = path.open("r+b"), needed
-            # Later files have about as many tensors, so they reserve as much space for their header.
+            # Later files have a similar number of tensors, so they reserve a similar amount of header space.
             self.reserved = needed + needed // 4 // ALIGN * ALIGN
         self.file.seek(0)
         self.file.write(reserved.to_bytes(8, "little") + header.ljust(reserved))
@@ -96,7 +96,7 @@ class SafetensorsWriter:
         self._begin()
 
     def _grow_header(self, path: Path, reserved: int, needed: int) -> None:
-        """Move the tensors of a file towards the end of the file, to make space for a longer header."""
+        """Move a file's tensors towards its end, to make room for a longer header."""
         moved = path.with_suffix(".moved")
         with path.open("rb") as source, moved.open("wb") as target:
             source.seek(8 + reserved)
@@ -105,7 +105,7 @@ class SafetensorsWriter:
         moved.replace(path)
 
     def close(self) -> None:
-        """Write the remaining tensors and the index, and give the files the names that transformers and vLLM expect."""
+        """Write the remaining tensors and the index, and rename the files as transformers and vLLM expect."""
         if self.folder is None:
             return
         if self.listed or self.late:
