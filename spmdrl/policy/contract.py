@@ -17,16 +17,16 @@ from spmdrl.weights.reshard import Piece
 
 @dataclass
 class LossResult:
-    """The loss of one micro-batch, already divided by global counts, together with statistics for the log."""
+    """The loss of one micro-batch, already normalised by global counts, with statistics for the log."""
 
     loss: torch.Tensor
     stats: Metrics
 
 
 TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
-"""A loss whose value for a token does not depend on other tokens, as a function and the columns [T] that it reads. The
-function maps (logp [n], entropy [n], the columns at the same n tokens) to (weighted losses [n], stats). Its argument
-entropy is None if the objective's `second` is `top`."""
+"""A per-token loss that does not depend on other tokens: a function and the columns [T] that it reads. The function
+maps (logp [n], entropy [n], the columns at the same n tokens) to (weighted losses [n], stats). Its `entropy` argument
+is None if the objective's `second` is `top`."""
 
 
 HeadFunction = Callable[..., tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]]
@@ -34,15 +34,15 @@ HeadFunction = Callable[..., tuple[torch.Tensor | None, tuple[torch.Tensor, ...]
 (states_nD, weight_VD, rows_n, divisor, softcap) to (a scalar loss with gradient, or None; numbers [n, ...] without
 gradient).
 
-states_nD: the states that predict the tokens under the mask; rows_n: the indices of these tokens in [T]. divisor: the
-number that divides the logits: the temperature times the divisor of the model family. softcap: the cap on logits;
-None for no cap.
+states_nD: hidden states that predict the tokens in the loss mask. rows_n: indices of these tokens in [T]. divisor:
+divisor of the logits, which is the temperature times the model family's own divisor. softcap: cap on logits, or None
+for no cap.
 """
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The output layer by which a language model turns hidden states into logits."""
+    """The output layer that maps a language model's hidden states to logits."""
 
     weight_VD: torch.Tensor
     divisor: float
@@ -51,140 +51,140 @@ class OutputHead:
 
 @dataclass
 class Shared:
-    """Values that all micro-batches of one optimizer step need; all but `active` are the same on every rank."""
+    """Values shared by all micro-batches of one optimizer step. All except `active` are the same on every rank."""
 
     totals: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
-    """Numbers of tokens and episodes over all ranks, by which losses are divided."""
+    """Token and episode counts over all ranks, used to normalise losses."""
     active: torch.Tensor | None = None
-    """bool [B]: True for this rank's sequences that contribute to the loss; the others are not run. None: all
+    """bool [B]: True for this rank's sequences that contribute to the loss; the others are skipped. None if all
     contribute."""
     on_policy: bool = False
-    """True if old_logp was computed with exactly the weights at the start of this step."""
+    """True if old_logp was computed with the same weights that this step starts from."""
 
 
 Second = Literal["entropy", "collision", "top"]
-"""The number that a language model returns for each token in addition to logp. `entropy`: the entropy in nats;
-`collision`: the sum of squared probabilities over the vocabulary, without gradient; `top`: 1 if the token is the
-likeliest one, else 0, without gradient."""
+"""The second per-token output of a language model, next to logp. `entropy`: the entropy in nats; `collision`: the sum
+of squared probabilities over the vocabulary, without gradient; `top`: 1 if the token is the argmax, else 0, without
+gradient."""
 
 
 MEASURE = -1
-"""The `index` for `Objective.prepare` if the loss of a step is only measured and no model trains."""
+"""The `index` to pass to `Objective.prepare` if the loss is only evaluated and no model is trained."""
 
 
 class Objective(Protocol):
-    """A loss that trains a model (`objectives/`). Its sum does not depend on how ranks divide the batch (law 2).
+    """A training loss (`objectives/`). The total loss does not depend on how the batch is split across ranks (law 2).
 
     A learner calls `prepare` once per optimizer step, then `loss` for each micro-batch.
     """
 
     columns: frozenset[str]
-    """Columns that the batch must have in addition to tokens and mask, as `token/<name>` and `seq/<name>`."""
+    """Columns that the batch must have besides tokens and mask, as `token/<name>` and `seq/<name>`."""
     temperature: float
-    """The temperature that divides logits before logp is computed."""
+    """The temperature that logits are divided by before logp is computed."""
     second: Second = "entropy"
-    """The number that `loss` gets in addition to logp."""
+    """The second per-token output that `loss` receives, next to logp."""
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """Compute the values that the loss needs from all sequences of an optimizer step.
+        """Compute the values that the loss needs from all sequences of the optimizer step.
 
         Collective over data-parallel ranks. share: this rank's sequences; `prepare` may add columns to them. index:
-        number of the step within the update, from 0, or MEASURE.
+        index of the step within the update, starting at 0, or MEASURE.
         """
         ...
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
         """Return the summed loss of one micro-batch, without communication.
 
-        micro: the micro-batch, on the device of first_T, without the columns that only forwards read. first_T,
-        second_T: the head's two numbers for each token, with gradient. For a language model these are logp and
-        `second`, for a critic the value and 0. shared: the result of `prepare`.
+        micro: the micro-batch, on the same device as first_T, without the columns that only the forward pass reads.
+        first_T, second_T: the two outputs of the head per token, with gradient. These are logp and `second` for a
+        language model, and the value and 0 for a critic. shared: the result of `prepare`.
         """
         ...
 
     def token_loss(self, micro: Batch, shared: Any) -> TokenLoss | HeadFunction | None:
-        """Return the same loss in a form for heads that compute logp chunk by chunk; None if it depends on whole packs.
+        """Return the loss in a form that heads can compute chunk by chunk, or None if it cannot be chunked.
 
-        micro: as in `loss`. If the result is a `HeadFunction`, `loss` gets its two numbers as first_T and second_T, for
-        the statistics.
+        micro: as in `loss`. If this returns a `HeadFunction`, its two outputs are passed to `loss` as first_T and
+        second_T to compute the statistics.
         """
         return None
 
 
 Write = Callable[[Path, World], None]
-"""The function that `Policy.saving` returns. Its arguments are a folder, and a world over whose groups it communicates.
-It writes `folder/model` (HF safetensors in `--model.dtype`, and the files in `Policy.fixed`) and `folder/state`
-(optimizer state, and float32 weights if those in `model` are rounded). Collective."""
+"""The function returned by `Policy.saving`. It takes a folder and the world whose process groups it uses. It writes
+`folder/model` (HF safetensors in `--model.dtype`, and the files in `Policy.fixed`) and `folder/state` (optimizer state,
+and float32 weights if those in `model` are rounded). Collective."""
 
 Head = Literal["lm", "value", "score", "steps"]
-"""The kind of output for each token. `lm`: logp and entropy; `value`: the value of the state before the token; `score`:
-a score of the text up to the token, by a classifier of sequences; `steps`: a score by a classifier of tokens, or of
-sequences if the folder holds no classifier of tokens."""
+"""The kind of per-token output. `lm`: logp and entropy; `value`: the value of the state before the token; `score`: the
+score of the text up to the token, from a sequence classifier; `steps`: a score from a token classifier, or from a
+sequence classifier if the folder has no token classifier."""
 SCORES = ("score", "steps")
-"""Heads that read the state after a token instead of the state before it."""
+"""Heads that read the hidden state at a token instead of the one before it."""
 
 
 class Policy(Protocol):
-    """A model sharded over ranks. All ranks call each method together, because most methods communicate."""
+    """A model sharded over ranks. All ranks must call each method together, since most methods communicate."""
 
     version: int
-    """Number of calls of `update` so far that changed the weights. An engine samples only from weights of this version
+    """Number of `update` calls so far that changed the weights. An engine only samples with weights of this version
     (law 5)."""
     updates_done: int
     """Number of optimizer steps taken so far."""
     updates_due: int
-    """Number of optimizer steps so far, including skipped ones; the learning rate schedule depends on it."""
+    """Number of optimizer steps so far, including skipped ones. The learning rate schedule follows this counter."""
     fixed: dict[str, bytes]
-    """Name -> content of the files in a checkpoint's `model/` other than the weights, on rank 0. They are computed at
-    the first access, which is at start in a run that saves. Raises ValueError if transformers cannot write a file."""
+    """Name -> content of the non-weight files in a checkpoint's `model/`, on rank 0. They are computed on first access,
+    which is at startup if the run saves checkpoints. Raises ValueError if transformers cannot write a file."""
 
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logp and `second` [T] of a batch, in host memory, without gradient; 0 outside the loss mask."""
+        """Return logp and `second` [T] for a batch, in host memory, without gradient, and 0 outside the loss mask."""
         ...
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """Run a function in place of the head, and return what it computes for each token: tensors [T, ...].
+        """Run a function in place of the head and return its per-token outputs, tensors [T, ...].
 
-        They are the second part of the result of a `HeadFunction`, in host memory, and 0 outside the loss mask.
+        These are the second element of what a `HeadFunction` returns, in host memory, and 0 outside the loss mask.
 
         The tuple is empty if no rank has a sequence. Only the fsdp backend implements `read` and `output_head`.
         """
         ...
 
     def output_head(self) -> OutputHead:
-        """Return the complete output head on the device, in the compute type."""
+        """Return the full (unsharded) output head on the device, in the compute dtype."""
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return values or scores [T], in host memory, without gradient; 0 outside the loss mask.
+        """Return values or scores [T], in host memory, without gradient, and 0 outside the loss mask.
 
         A classifier with L > 1 labels returns [T, L].
         """
         ...
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
-        """Take `steps` optimizer steps; step i, from 0, trains on the sequences whose `batch.seq["update"]` is i.
+        """Take `steps` optimizer steps; step i (from 0) trains on the sequences with `batch.seq["update"] == i`.
 
-        If any step was taken, `version` increases by 1. A step is not taken if its gradient is exactly zero, or if its
-        loss or gradient is not finite.
+        `version` increases by 1 if at least one step was taken. A step is skipped if its gradient is exactly zero, or
+        if its loss or gradient is not finite.
         """
         ...
 
     def pieces(self, part: Part = "model") -> list[Piece]:
-        """Return this rank's part of every weight under its HF checkpoint name, as views that reflect later updates.
+        """Return this rank's shard of every weight by HF checkpoint name, as views that reflect later updates.
 
-        Names and ranges (`Piece.box`) are the same at every call. part: what to return of a policy with adapters.
-        `model`: the complete model with the adapters merged in (computed at every access); `base`: the model without
-        adapters; `adapter`: only the weights of the adapters.
+        Every call returns the same names and slices (`Piece.box`). part: what to return for a policy with adapters.
+        `model`: the full model with the adapters merged in (recomputed at every access); `base`: the model without
+        adapters; `adapter`: only the adapter weights.
         """
         ...
 
     def take_over(self, other: "Policy", share: float = 1.0) -> None:
-        """Replace the weights by their average with those of another policy of the same backend and architecture.
+        """Replace the weights by their average with the weights of a policy of the same backend and architecture.
 
-        Both need the same layout; nothing is communicated. share: weight of the other policy in the average.
+        Both must have the same layout, so no communication is needed. share: weight of the other policy in the average.
         """
         ...
 
@@ -193,18 +193,18 @@ class Policy(Protocol):
         ...
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """Move optimizer state, and if `parameters` is true also the parameters, off the device; free the gradients."""
+        """Offload optimizer state from the device, and also parameters if `parameters` is true; free the gradients."""
         ...
 
     def onload(self) -> None:
-        """Move everything that `offload` moved back to the device."""
+        """Move everything that `offload` moved out back to the device."""
         ...
 
     def saving(self, copy: bool = False) -> Write:
         """Return a function that writes this model and its optimizer state.
 
-        copy: True to copy the current values to host memory now. The function then writes this copy, and may run in a
-        thread during training, over a copy of the policy's process groups (`spmd.mesh.twin`).
+        copy: True to copy the current values to host memory now. The function then writes this copy and can run in a
+        thread during training, on duplicates of the policy's process groups (`spmd.mesh.twin`).
         """
         ...
 
@@ -213,9 +213,9 @@ class Policy(Protocol):
         ...
 
     def checkpoint_bytes(self) -> int:
-        """Estimate how many bytes all ranks together write in `save`."""
+        """Estimate the total number of bytes that `save` writes over all ranks."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read weights and optimizer state from a folder that `save` wrote under this layout or another one."""
+        """Load weights and optimizer state from a folder that `save` wrote under this or any other layout."""
         ...

@@ -1,10 +1,10 @@
-"""Plans the forward of a packed micro-batch in host memory, so that no forward waits for the device.
+"""Plans the forward pass of a packed micro-batch in host memory, to avoid device synchronisation in the pass.
 
-FSDP copies all tensors in the arguments of a model to the device, even those that only the host reads. It does not look
-into a plan, which is an object.
+FSDP moves all tensor arguments of a model to the device, even those that only the host reads. A plan is an opaque
+object, so its tensors stay on the host.
 
-Shapes: T tokens of the pack, S tokens in this rank's slice of the tokens that run (shared ones only once), n tokens
-under the mask whose states are in this slice.
+Shapes: T tokens in the packed batch, S tokens in this rank's slice (shared tokens counted once), n tokens in the loss
+mask whose states are in this slice.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,37 +24,37 @@ Plan = TypeVar("Plan")
 
 @dataclass
 class HeadRows:
-    """The tokens under the loss mask for which this rank's head computes numbers."""
+    """The tokens in the loss mask that this rank's head processes."""
 
     rows: torch.Tensor
-    """int64 [n]: index of each token in the pack."""
+    """int64 [n]: index of each token in the packed batch."""
     states: torch.Tensor
-    """int64 [n]: index of the hidden state that belongs to each token, among the states of this rank's slice."""
+    """int64 [n]: index of each token's hidden state within this rank's slice."""
     targets: torch.Tensor
-    """int64 [n]: id of each token."""
+    """int64 [n]: token ids."""
 
 
 @dataclass
 class ForwardPlan:
-    """All that a forward of one micro-batch reads from the host. Passes over the same micro-batch share the plan."""
+    """Everything that a forward pass reads from the host. All passes over the same micro-batch share one plan."""
 
     tokens: int
-    """Number of tokens of the pack, T."""
+    """Number of tokens in the packed batch, T."""
     lengths: list[int]
-    """Number of tokens of each node, as `Packing.lengths`."""
+    """Number of tokens in each node, as `Packing.lengths`."""
     parents: list[int]
     """The parent of each node, as `Packing.parents`."""
     part: TokenSlice
-    """This rank's slice of the tokens on which the transformer runs."""
+    """This rank's slice of the tokens that the transformer processes."""
     ids_S: torch.Tensor
-    """int64 [S]: token ids of the slice."""
+    """int64 [S]: token ids in the slice."""
     positions_S: torch.Tensor
-    """int64 [S]: the position of each token in the sequences that share it."""
+    """int64 [S]: position of each token in its sequences."""
     head: HeadRows
     experts_SLK: torch.Tensor | None = None
-    """Experts that routers must choose (`Packing.experts`); None for no routing replay."""
+    """Experts to route to (`Packing.experts`), or None without routing replay."""
     layouts: dict[Hashable, Any] = field(default_factory=dict)
-    """The layouts of `Packing.computed`."""
+    """Cached layouts, as `Packing.computed`."""
 
 
 def plan_forward(
@@ -67,13 +67,13 @@ def plan_forward(
     begins_B: torch.Tensor | None = None,
     experts_TLK: torch.Tensor | None = None,
 ) -> ForwardPlan:
-    """Plan the forward of a pack. All tensors are in host memory.
+    """Plan the forward pass of a packed batch. All tensors are in host memory.
 
-    tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: whether the head gets the state before a token,
-    which predicts it, instead of the state after it. group: ranks that divide the pack. shares: run shared tokens once.
-    begins_B: bool [B], False for a sequence that is a further path of the previous sequence's episode
-    (`data/tree.py`); None: no episode has several paths. experts_TLK: [T, L, K], experts that routers must choose; -1
-    (FREE) lets the router choose (`hub/routing.py`).
+    tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: whether the head reads the hidden state that
+    predicts a token instead of the one at the token. group: ranks that split the packed batch. shares: compute shared
+    tokens once. begins_B: bool [B], False for a sequence that is another path of the previous sequence's episode
+    (`data/tree.py`), or None if every episode has one path. experts_TLK: [T, L, K], experts to route to, where -1
+    (FREE) leaves the choice to the router (`hub/routing.py`).
     """
     rows, ids = torch.nonzero(mask_T).flatten(), tokens_T
     tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK) if shares else None
@@ -89,23 +89,23 @@ def plan_forward(
     here, at = part.within(states)
     rows = rows[here]
     head = HeadRows(rows, at, tokens_T[rows])
-    # `mine` pads with 0. After the shift by FREE the padding is FREE, so routers choose the experts of padding.
+    # `mine` pads with 0, so shift by FREE to make the padding FREE: routers then choose the experts of padding tokens.
     experts = None if experts_TLK is None else part.mine(experts_TLK - FREE) + FREE
     return ForwardPlan(len(tokens_T), lengths, parents, part, part.mine(ids), part.mine(positions), head, experts)
 
 
 def kept_plan(batch: Batch, key: Hashable, make: Callable[[], Plan]) -> Plan:
-    """Return the plan that an earlier pass over a batch stored under a key; make and store one if there is none."""
+    """Return the plan cached in a batch under `key`, or make and cache a new one."""
     found, mask_T = batch.plans.get(key), batch.token["mask"]
-    # The mask may change between the passes of a step, because responses that were cut at the length limit may be
-    # excluded from training (`Algorithm.mask_cut`).
+    # The mask can change between the passes of a step, because truncated responses may be excluded from training
+    # (`Algorithm.mask_cut`).
     if found is None or not torch.equal(found[0], mask_T):
         found = batch.plans[key] = mask_T, make()
     return found[1]
 
 
 def check_ids(tokens_T: torch.Tensor, vocabulary: int) -> None:
-    """Raise ValueError unless all token ids, in host memory, are at least 0 and below the model's number of tokens."""
+    """Raise ValueError unless all token ids (in host memory) are in [0, vocabulary)."""
     low, high = (int(x) for x in torch.aminmax(tokens_T))
     if low < 0 or high >= vocabulary:
         raise ValueError(
@@ -115,10 +115,10 @@ def check_ids(tokens_T: torch.Tensor, vocabulary: int) -> None:
 
 
 FORWARD = ("experts", "noise", "noise_scale")
-"""Token columns that only a forward reads."""
+"""Token columns that only the forward pass reads."""
 
 
 def for_losses(micro: Batch, device: torch.device) -> Batch:
-    """Return a micro-batch on the device, without the columns that only a forward reads."""
+    """Return a micro-batch on the device, without the columns that only the forward pass reads."""
     columns = {name: x for name, x in micro.token.items() if name not in FORWARD}
     return Batch(micro.lengths, columns, micro.seq).to(device)

@@ -1,6 +1,6 @@
-"""Detects non-finite steps and spikes of the gradient norm; scales the loss so that float16 gradients do not underflow.
+"""Detects non-finite steps and gradient-norm spikes, and scales the loss to avoid float16 gradient underflow.
 
-All decisions depend on values that were reduced over ranks, so every rank makes the same decision (law 1).
+All decisions are based on values reduced over ranks, so every rank makes the same decision (law 1).
 """
 
 import math
@@ -16,34 +16,33 @@ from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import HeadFunction, LossResult, Objective, TokenLoss
 
 WINDOW, LEAST = 32, 8
-"""A spike is a gradient norm far above the median of the last WINDOW norms. Before LEAST norms exist, none counts as a
-spike."""
+"""A spike is a gradient norm far above the median of the last WINDOW norms. Detection starts after LEAST norms."""
 MOST = 3
-"""Maximum number of batches that a model's guard stores for each kind of anomalous step; batches are large."""
+"""Maximum number of batches to store per model and kind of anomaly, as batches are large."""
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient was not finite in too many steps in a row. The message names the optimizer step."""
+    """The loss or the gradient was non-finite in too many steps in a row. The message gives the optimizer step."""
 
 
 @dataclass(frozen=True)
 class AnomalousStep:
-    """A step that `Guard.passes` judges; it is anomalous if its norm is a spike, or if norm or loss is not finite."""
+    """A step checked by `Guard.passes`. It is anomalous if its norm spikes, or if norm or loss is not finite."""
 
     batch: Batch
-    """This rank's sequences of the step, with all of their columns."""
+    """This rank's sequences in the step, with all columns."""
     share: int
-    """Index of the step in its update, from 0."""
+    """Index of the step within its update, starting at 0."""
     updates_done: int
     """Number of optimizer steps taken before this one."""
     version: int
     norm: float
-    """2-norm of the gradient before clipping; it may be nan or inf."""
+    """2-norm of the gradient before clipping; can be nan or inf."""
     loss_finite: bool
     median: float
-    """Median of the last gradient norms; nan if there are none."""
+    """Median of the recent gradient norms, or nan if there are none."""
     on_policy: bool
-    """The value of `Shared.on_policy` in this step."""
+    """`Shared.on_policy` in this step."""
 
     @property
     def finite(self) -> bool:
@@ -53,28 +52,28 @@ class AnomalousStep:
 
 @dataclass
 class Guard:
-    """Judges the optimizer steps of one model."""
+    """Checks the optimizer steps of one model."""
 
     limit: int
-    """The value of `--optimizer.bad-steps`: the number of non-finite steps in a row that stops the run."""
+    """Value of `--optimizer.bad-steps`: the run stops after this many non-finite steps in a row."""
     factor: float
-    """The value of `--run.spike-factor`: a norm above this factor times the median is a spike; 0 turns this off."""
+    """Value of `--run.spike-factor`: a norm above this multiple of the median is a spike; 0 disables detection."""
     store: Callable[[AnomalousStep], str] | None = None
-    """Function that stores an anomalous step and returns a text on how to inspect it, for messages; None to store
+    """Callback that stores an anomalous step and returns instructions for inspecting it, for messages. None to store
     nothing. Collective over the training ranks."""
     row: int = 0
-    """Number of non-finite steps in a row, up to the last step."""
+    """Current number of non-finite steps in a row."""
     stored: list[int] = field(default_factory=lambda: [0, 0])
-    """Numbers of steps stored so far: steps with a spike, non-finite steps."""
+    """Number of steps stored so far: [spikes, non-finite steps]."""
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passes(self, step: AnomalousStep) -> bool:
-        """Return True if the optimizer may take this step; record its norm, and store the step if it is anomalous.
+        """Return True if the optimizer may take this step; record its norm and store the step if it is anomalous.
 
         Collective if the step is anomalous.
 
         Raises:
-            NonFiniteError: `limit` steps in a row were not finite.
+            NonFiniteError: `limit` steps in a row were non-finite.
         """
         where = ""
         if (not step.finite or self.spikes(step.norm)) and self.store and self.stored[not step.finite] < MOST:
@@ -99,11 +98,11 @@ class Guard:
 
     @property
     def median(self) -> float:
-        """The median of the last gradient norms; nan if there are none."""
+        """The median of the recent gradient norms, or nan if there are none."""
         return statistics.median(self.norms) if self.norms else math.nan
 
     def spikes(self, norm: float) -> bool:
-        """Return True if the norm is more than `factor` times the median of the last norms."""
+        """Return True if the norm exceeds `factor` times the median of the recent norms."""
         return bool(self.factor) and len(self.norms) >= LEAST and norm > self.factor * self.median
 
     def state(self) -> dict:
@@ -118,25 +117,25 @@ class Guard:
 
 @dataclass
 class LossScale:
-    """The factor on one model's loss in a float16 backward: a power of 2, the same on every rank.
+    """The loss scale of one model for float16 backward passes: a power of 2, the same on every rank.
 
-    In float16, gradients below 3e-8 become 0, and gradients above 65,519 become inf. So the loss is multiplied by a
-    scale before its backward, and the gradient is divided by the scale in float32 (https://arxiv.org/abs/1710.03740).
-    As in torch's GradScaler, the scale is halved when the gradient is not finite, and doubled after INTERVAL finite
-    steps in a row.
+    In float16, gradients below 3e-8 become 0 and gradients above 65,519 become inf. So the loss is multiplied by the
+    scale before backward, and the gradient is divided by it in float32 (https://arxiv.org/abs/1710.03740). As in
+    torch's GradScaler, the scale is halved when the gradient is not finite, and doubled after INTERVAL finite steps in
+    a row.
     """
 
     scale: float = 2.0**16
     clean: int = 0
-    """Number of steps in a row with a finite gradient since the scale last changed."""
+    """Number of consecutive steps with a finite gradient since the scale last changed."""
 
     INTERVAL: ClassVar[int] = 2000
     LEAST: ClassVar[float] = 1.0
-    """Smallest scale. If the gradient is not finite even at this scale, the scale is not the cause."""
+    """Minimum scale. If the gradient is not finite even at this scale, the scale is not the cause."""
 
     @property
     def can_shrink(self) -> bool:
-        """True if the scale can be halved, which may make the next gradient finite."""
+        """True if the scale can be halved, which might make the next gradient finite."""
         return self.scale > self.LEAST
 
     def adapt(self, finite: bool) -> None:
@@ -157,7 +156,7 @@ class LossScale:
 
 
 def scaled(token_loss: TokenLoss | HeadFunction | None, scale: float) -> TokenLoss | HeadFunction | None:
-    """Return a chunked loss multiplied by the scale, so that its gradient is multiplied too; None remains None.
+    """Return a chunked loss multiplied by the scale, so that its gradient is scaled too. None is returned as is.
 
     Raises:
         ValueError: the loss is a `HeadFunction`, which cannot be scaled.
@@ -176,17 +175,17 @@ def scaled(token_loss: TokenLoss | HeadFunction | None, scale: float) -> TokenLo
 
 
 class SummedLoss:
-    """An objective that also adds the loss of every micro-batch to the tensor `total`."""
+    """Wraps an objective and accumulates the loss of every micro-batch in the tensor `total`."""
 
     def __init__(self, objective: Objective, total: torch.Tensor):
-        """total: a float64 scalar to which the losses are added."""
+        """total: a float64 scalar that accumulates the losses."""
         self.objective, self.total = objective, total
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.objective, name)
 
     def loss(self, *inputs: Any) -> LossResult:
-        """Return the objective's loss of a micro-batch, and add it to `total`."""
+        """Return the objective's loss for a micro-batch and add it to `total`."""
         result = self.objective.loss(*inputs)
         self.total = self.total + result.loss.detach().double()
         return result

@@ -1,8 +1,8 @@
-"""Runs transformers over packs (concatenated sequences); applies a head to states of tokens under the loss mask.
+"""Runs transformers over packed batches (concatenated sequences) and applies a head to tokens in the loss mask.
 
-`PackedLM` computes logp of each sampled token and a second number, by default the entropy. `PackedScalar` computes one
-number for each token, from the hidden state before the token (a critic) or after it (a reward model). A reward model
-with several labels computes one number for each label.
+`PackedLM` computes the logp of each sampled token and a second output, by default the entropy. `PackedScalar` computes
+one number per token from the hidden state before the token (critic) or at the token (reward model), or one number per
+label for a reward model with several labels.
 """
 
 from typing import Any, Literal
@@ -23,19 +23,19 @@ from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 from spmdrl_kernels.linear import wide
 
 Form = Literal["tree", "packed", "apart"]
-"""How the sequences of a pack run. `tree`: in one forward, in which shared tokens run once; `packed`: in one forward
-without sharing; `apart`: in one forward per sequence, with the attention of transformers. All forms have the same
-results except for rounding; `self_check.py` finds those that a model supports."""
+"""How the sequences of a packed batch are run. `tree`: in one forward pass that computes shared tokens once; `packed`:
+in one forward pass without sharing; `apart`: in one forward pass per sequence, with transformers' own attention. All
+forms give the same results up to rounding; `self_check.py` finds the forms that a model supports."""
 
 Noise = tuple[torch.Tensor, torch.Tensor]
-"""Noise on embeddings: the seed of each token, int64 [T], and a scale for each token, [T]. The noise of a token lies
-between -scale / sqrt(width of embeddings) and scale / sqrt(width of embeddings)."""
+"""Embedding noise: per-token seeds, int64 [T], and per-token scales, [T]. The noise of a token is uniform in ±scale /
+sqrt(embedding dimension)."""
 
 
 def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
     """Return uniform noise for the embeddings [1, n, D] of a slice, as in NEFTune (https://arxiv.org/abs/2310.05914).
 
-    A token's noise depends only on the token's seed and scale, so it is the same in every layout.
+    The noise of a token depends only on its seed and scale, so it is the same in every layout.
     """
     seed_T, scale_T = (part.mine(x) for x in noise)
     width = torch.arange(like.shape[-1], device=like.device)
@@ -44,19 +44,19 @@ def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tenso
 
 
 class Packed(nn.Module):
-    """A HF model that runs over packs; subclasses apply a head to the states of the tokens under the loss mask.
+    """A HF model that runs over packed batches; subclasses apply a head to the tokens in the loss mask.
 
-    The HF model is the attribute `hf`, so parameter names are the HF names with the prefix `hf.`.
+    The HF model is stored in `hf`, so parameter names are the HF names with the prefix `hf.`.
     """
 
     hf: Any
     before = True
-    """True if the head gets the state before a token, which predicts it, instead of the state after it."""
+    """True if the head reads the hidden state that predicts a token instead of the one at the token."""
 
     def __init__(
         self, hf: nn.Module, attention: str = "auto", group: dist.ProcessGroup | None = None, share: bool = False
     ):
-        """attention: value of `--policy.attention`. group: ranks that divide a pack. share: run shared prompts once."""
+        """attention: value of `--policy.attention`. group: ranks that split a pack. share: run shared prompts once."""
         super().__init__()
         self.hf, self.attention, self.group = hf, attention, group
         self.form: Form = "tree" if share else "packed"
@@ -73,22 +73,22 @@ class Packed(nn.Module):
         experts_TLK: torch.Tensor | None = None,
         before: bool | None = None,
     ) -> ForwardPlan:
-        """Plan a forward in this module's form. Arguments as in `plan_forward`; before: None for `self.before`."""
+        """Plan a forward pass in this module's form. Arguments as in `plan_forward`; before=None uses `self.before`."""
         assert self.form != "apart" or experts_TLK is None, "self_check.py refuses routing replay in this form"
         before = self.before if before is None else before
         pack = tokens_T, lengths_B, mask_T, before, None if self.form == "apart" else self.group
         return plan_forward(*pack, self.shares(lengths_B), begins_B, experts_TLK)
 
     def shares(self, lengths_B: torch.Tensor) -> bool:
-        """Return True if a pack of sequences of these lengths runs shared tokens once."""
+        """Return True if shared tokens are computed once in a packed batch with these sequence lengths."""
         return self.form == "tree" and rotary.alike(self.moving, lengths_B.tolist())
 
     def run(self, plan: ForwardPlan, noise: Noise | None = None, forwards: int = 0) -> tuple[torch.Tensor, HeadRows]:
-        """Run a pack; return the states [n, D] of the tokens under the mask in this rank's slice, and these tokens.
+        """Run a packed batch; return hidden states [n, D] for this rank's tokens in the loss mask, and the tokens.
 
-        noise: noise to add to embeddings, on the device; not possible with shared prompts. forwards: number of forwards
-        in the form `apart`, at least B; all ranks that shard the weights must run the same number, because each forward
-        all-gathers the weights.
+        noise: embedding noise, on the device; not supported with shared prompts. forwards: number of forward passes in
+        the form `apart`, at least B. It must be the same on all ranks that shard the weights, because each forward pass
+        all-gathers them.
         """
         device = next(self.hf.parameters()).device
         part, (ids, positions, experts, head) = (
@@ -111,7 +111,7 @@ class Packed(nn.Module):
         return states.index_select(0, head.states), head
 
     def _apart(self, tokens_T: torch.Tensor, lengths: list[int], noise: Noise | None, forwards: int) -> torch.Tensor:
-        """Return the states [T, D] of a pack whose sequences run one by one in plain forwards of the HF model."""
+        """Return hidden states [T, D] of a packed batch by running the HF model on one sequence at a time."""
         given: list[dict[str, torch.Tensor]] = [{"input_ids": ids[None]} for ids in tokens_T.split(lengths)]
         if noise is not None:
             embedded = self.hf.get_input_embeddings()(tokens_T)[None]
@@ -119,34 +119,34 @@ class Packed(nn.Module):
             given = [{"inputs_embeds": part} for part in embedded.split(lengths, 1)]
         states = [self.hf.base_model(**each, use_cache=False).last_hidden_state[0] for each in given]
         for _ in range(forwards - len(lengths)):
-            # No state of this forward is used, but its backward must run, because ranks with more sequences run theirs.
+            # The output is unused, but its backward must run, because ranks with more sequences run one too.
             states.append(self.hf.base_model(input_ids=tokens_T[None, :2], use_cache=False).last_hidden_state[0, :0])
         return torch.cat(states)
 
     def states(self, plan: ForwardPlan) -> torch.Tensor:
-        """Return the states [T, D] that a plan's head gets, zeros where the mask is False; used by `probe.py`."""
+        """Return the hidden states [T, D] that the head receives, zeros where the mask is False; used by `probe.py`."""
         states, head = self.run(plan)
         return plan.part.total(at_rows(head.rows, states, plan.tokens))[0]
 
     def plain(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return the states [1, n, D] of one sequence from the plain forward of the HF model; used by `probe.py`."""
+        """Return the hidden states [1, n, D] of one sequence from the plain HF forward pass; used by `probe.py`."""
         return self.hf.base_model(input_ids=ids_n[None], use_cache=False).last_hidden_state
 
     def off(self, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return the relative differences, float64 [m], between this module's head and the HF model's on one sequence.
+        """Return relative differences, float64 [m], between the outputs of this head and the HF head on one sequence.
 
-        An element is the difference of the two heads' numbers for a token, divided by the spread of the numbers.
+        Each element is the difference between the two heads' outputs for a token, divided by the spread of the outputs.
         """
         states, logits = self.plain(ids_n)[0], self.hf(input_ids=ids_n[None], use_cache=False).logits
         return self._distance(states, logits[0] if logits.dim() == 3 else logits, ids_n)
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """Return the result of `off`. logits_mV: the HF model's logits of all tokens, or of the last token only."""
+        """Return the result of `off`. logits_mV: HF logits of all tokens, or of the last token only."""
         raise NotImplementedError
 
 
 def stand_in() -> Batch:
-    """Return a dummy batch for a rank without sequences, which must take part in collectives; its loss is 0."""
+    """Return a dummy batch with zero loss, for a rank without sequences that must still join collectives."""
     token = {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.tensor([False, True])}
     return Batch(torch.tensor([2]), token)
 
@@ -168,8 +168,8 @@ def sampled(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logp and `second` (`contract.Second`) of the sampled tokens, [n] each.
 
-    divisor, softcap: as in `HeadFunction`. group, group_rows: ranks that divide the vocabulary, and the number of
-    vocabulary entries of each rank.
+    divisor, softcap: as in `HeadFunction`. group, group_rows: ranks that shard the vocabulary, and the number of
+    vocabulary entries on each rank.
     """
     more: dict[str, Any] = {"softcap": softcap, "group": group, "group_rows": group_rows}
     wants: dict[str, Any] = {"entropy": second == "entropy", "top": second == "top"}
@@ -181,14 +181,14 @@ def sampled(
 
 
 def softcap_of(config: Any) -> float | None:
-    """Return the cap on logits in a model's config (as in Gemma 2); None if it has no cap."""
+    """Return the logit softcap of a model config (as in Gemma 2), or None if there is none."""
     return getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
 def divisor_of(config: Any) -> float:
-    """Return the number by which a model divides its logits.
+    """Return the divisor that a model applies to its logits.
 
-    The config's divisor (Granite) is divided by its multiplier (Cohere, Falcon-H1, HyperCLOVA X); a missing one is 1.
+    This is the config's divisor (Granite) over its multiplier (Cohere, Falcon-H1, HyperCLOVA X), each 1 if missing.
     """
     scaling = getattr(config, "logits_scaling", None) or 1.0
     if config.model_type == "hyperclovax":
@@ -199,7 +199,7 @@ def divisor_of(config: Any) -> float:
 
 
 class PackedLM(Packed):
-    """A HF causal LM whose forward returns logp and `second` of the sampled tokens, without storing logits [T, V]."""
+    """A HF causal LM that returns logp and `second` of the sampled tokens without materialising the logits [T, V]."""
 
     def __init__(self, hf: nn.Module, *args: Any, **kwargs: Any):
         """Build the module; arguments as in `Packed`."""
@@ -216,21 +216,22 @@ class PackedLM(Packed):
         token_loss: TokenLoss | HeadFunction | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return logp and `second` [T] (float32, float64 for float64 models), 0 where the plan's mask is False.
+        """Return logp and `second` [T] (float32, or float64 for float64 models), 0 where the plan's mask is False.
 
-        plan: the mask must be False on the first token of each sequence. token_loss: if given, a third result is the
-        loss of this rank's tokens, a scalar with gradient, and the first two have no gradient. With a `HeadFunction`,
-        the results are its numbers, and its loss if it returns one. more: further arguments of `run`.
+        plan: its mask must be False on the first token of each sequence. token_loss: if given, the loss of this rank's
+        tokens is returned as a third result, a scalar with gradient, and the first two have no gradient. With a
+        `HeadFunction`, the results are its outputs, followed by its loss if it returns one. more: other arguments of
+        `run`.
         """
-        # The head gets only the states that predict the tokens under the loss mask.
+        # The head only sees the hidden states that predict tokens in the loss mask.
         states, head = self.run(plan, **more)
         tokens, part, rows, targets = plan.tokens, plan.part, head.rows, head.targets
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
-        # Mamba models sum the outputs of their layers in float32, so their states must be cast to the head's type.
+        # Mamba models keep the residual stream in float32, so the states must be cast to the dtype of the head.
         states = states.to(weight.dtype)
         if callable(token_loss):
             loss, outputs = token_loss(states, weight, rows, divisor, self.softcap)
-            # Each result is summed over ranks separately, because the results differ in type and width.
+            # The outputs are summed over ranks one by one, because they differ in dtype and width.
             numbers = tuple(part.total(at_rows(rows, number, tokens))[0] for number in outputs)
             return numbers if loss is None else (*numbers, loss)
         if token_loss is None:
@@ -255,13 +256,13 @@ class PackedLM(Packed):
 
 
 class PackedScalar(Packed):
-    """A critic or reward model: a HF classifier of sequences or tokens, applied at every token under the loss mask.
+    """A critic or reward model: a HF sequence or token classifier, applied at every token in the loss mask.
 
-    Its head is a linear layer with the name `score`, as in published reward models.
+    The head is a linear layer named `score`, as in published reward models.
     """
 
     def __init__(self, hf: nn.Module, *args: Any, after: bool = False, **kwargs: Any):
-        """after: use the state after a token (reward model) instead of the state before it (critic)."""
+        """after: use the hidden state at a token (reward model) instead of the one before it (critic)."""
         super().__init__(hf, *args, **kwargs)
         self.before = not after
 
@@ -272,10 +273,10 @@ class PackedScalar(Packed):
         second: Second = "entropy",
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the head's number for each token, [T] (float32, float64 for float64 models), and zeros [T].
+        """Return the head's output per token, [T] (float32, or float64 for float64 models), and zeros [T].
 
-        Numbers outside the mask are 0. With L > 1 labels both results are [T, L]. temperature and second have no
-        effect. more: further arguments of `run`.
+        Outputs outside the mask are 0. With L > 1 labels, both results are [T, L]. temperature and second are ignored.
+        more: other arguments of `run`.
         """
         states, head = self.run(plan, **more)
         value = self.hf.score(states)
@@ -284,6 +285,6 @@ class PackedScalar(Packed):
         return value_T, value_T.detach() * 0
 
     def _distance(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
-        """Implements `Packed._distance`; a HF classifier of sequences has numbers for the last token only."""
+        """Implements `Packed._distance`; a HF sequence classifier only has outputs for the last token."""
         ours = self.hf.score(states_nD)
         return (ours[-len(logits_mV) :] - logits_mV).abs().amax(1).double() / (ours.abs().max() + 1e-6)

@@ -1,4 +1,4 @@
-"""Describes a reward model that a file configures: the names and weights of its labels, and its tokenizer."""
+"""Describes a reward model that is configured by a file: names and weights of its labels, and its tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,45 +13,45 @@ from spmdrl.hub.tokenizer import differing_tokens
 from spmdrl.weights.folder import Tensors
 
 ALONE = "model"
-"""Name of the score of a model with a single score, if the model's config does not name it."""
+"""Default name of the score of a single-label model, if the model config does not name it."""
 STEPS = "steps"
-"""Name of the number of steps in metrics and samples; a model that scores steps must have no label of this name."""
+"""Name under which metrics and samples report the number of steps; step-scoring models must not use it as a label."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
 SEVERAL = "several labels need weights from a file: use --reward.model rm.yaml with a path in it (docs/rewards.md)"
 ONE = "only one is supported: use a classifier with one label"
-"""Endings of messages about a wrong number of labels: for a model that a file describes, for a model without a file,
-for a cost model."""
+"""Endings of error messages about a wrong number of labels: for a model configured by a file, for a model without a
+file, for a cost model."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The scores that a reward model computes for a token, and how they are combined into the reward."""
+    """The per-token scores of a reward model, and how they are combined into the reward."""
 
     names: tuple[str, ...]
-    """Names of the scores, in the order of the model's outputs."""
+    """Names of the scores, in output order."""
     weights: tuple[float, ...]
-    """Factor of each score in the sum that is the reward."""
+    """Weight of each score in the reward, which is their weighted sum."""
     outputs: int
-    """Number of outputs that the model computes for a token: one per score, or two if `probability` is true."""
+    """Number of model outputs per token: one per score, or two if `probability` is true."""
     probability: bool
     """True if the only score is the softmax probability of the second of two outputs, as in process reward models."""
     own_tokens: bool
     """True if texts are encoded with the model's tokenizer instead of the policy's."""
     note: str
-    """A line for the log that says which tokenizer is used, and why."""
+    """Log line that says which tokenizer is used and why."""
     positions: int
-    """Maximum number of tokens of a text that the model can read; 0 if unknown."""
+    """Maximum input length in tokens, or 0 if unknown."""
     pad: int | None
-    """Id of the padding token, which transformers skips at the end of a sequence; None if the config names none."""
+    """Padding token id, which transformers ignores at the end of a sequence, or None if the config has none."""
 
 
 def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels:
-    """Return the labels of the reward model that a file describes.
+    """Return the labels of the reward model that is configured by `file`.
 
-    policy: path of the policy, in a form that `--model.path` accepts.
+    policy: path of the policy, in any form that `--model.path` accepts.
 
     Raises:
-        ValueError: file, folder and labels do not fit together; the message names the change to make.
+        ValueError: file, folder and labels are inconsistent; the message says what to change.
     """
     classifier = read_classifier(file)
     with named(f"{FLAG} {file}: path"):
@@ -68,14 +68,14 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
 
 
 def positions_of(config: Any) -> int:
-    """Return the maximum number of tokens of a text that a model can read, from its HF config; 0 if unknown."""
+    """Return the maximum input length in tokens from a HF config, or 0 if unknown."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def check_head(folder: Path, source: str, labels: int, wrong: str) -> None:
-    """Raise ValueError unless the weights in a folder have a classifier's head for this number of labels.
+    """Raise ValueError unless the weights in a folder include a classifier head with this number of labels.
 
-    source: beginning of the messages. wrong: ending of the message for a head with another number of labels.
+    source: prefix of the messages. wrong: ending of the message for a head with a different number of labels.
     """
     with plain_errors(folder):
         tensors = Tensors(folder)
@@ -90,12 +90,12 @@ def check_head(folder: Path, source: str, labels: int, wrong: str) -> None:
 
 
 def check_alone(path: str, flag: str, trust_remote_code: bool = False) -> None:
-    """Raise ValueError unless the classifier at `path`, which no file describes, computes a single number."""
+    """Raise ValueError unless the classifier at `path`, which is not configured by a file, has a single output."""
     check_head(resolve(path, trust_remote_code), f"{flag} {path}", 1, SEVERAL if flag == FLAG else ONE)
 
 
 def _weighed(classifier: ClassifierConfig, file: str, config: Any) -> tuple[tuple[str, ...], tuple[float, ...], bool]:
-    """Return the names and the weights of the scores, and whether the only score is a probability (`Labels`)."""
+    """Return names and weights of the scores, and whether the only score is a probability (`Labels`)."""
     count, source = config.num_labels or 1, f"{FLAG} {file}: "
     names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(count))
     named = not any(name in ("", f"LABEL_{i}") for i, name in enumerate(names)) and len(set(names)) == count

@@ -1,4 +1,4 @@
-"""Updates a model of any backend: splits batches into steps and micro-batches, and skips non-finite steps."""
+"""The backend-independent training step: splits batches into micro-batches and skips non-finite steps."""
 
 import math
 from functools import cached_property
@@ -29,14 +29,14 @@ from spmdrl_kernels import raise_deferred
 
 
 class Learner:
-    """The part of `Policy` (`contract.py`) that all backends share; a backend implements the methods at the end."""
+    """Base class for `Policy` (`contract.py`) backends, which implement the methods at the end of this class."""
 
     hf_config: Any
-    """The transformers configuration with which the model was built."""
+    """The transformers config that the model was built from."""
     can_share = False
-    """True if the backend can run a prompt once for all its samples (`--policy.share-prompts`)."""
+    """True if the backend can compute a prompt once for all its samples (`--policy.share-prompts`)."""
     keeps_masters = False
-    """True if saved optimizer state always includes the weights, even if `model/` stores them without rounding."""
+    """True if saved optimizer state always includes the master weights, even if `model/` stores them unrounded."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class Learner:
 
         Args:
             cfg: the run's settings.
-            world: the ranks of the run, and the axes of their mesh.
-            total_updates: number of optimizer steps in the run, for the learning rate schedule.
-            trainable: False for a frozen model, which is stored in the compute type and has no optimizer.
-            path: path of the model, in a form that `--model.path` accepts; empty means the value of `--model.path`.
-            head: a `contract.Head`; a `value` head that the folder lacks starts at 0.
-            optimizer: settings of the optimizer; None means those of the policy, `cfg.optimizer`.
-            routing_replay: send tokens to the experts in `token["experts"]` (`hub/routing.py`).
-            adapt: train only the adapters of `cfg.lora`, if its rank is not 0 (`fsdp/lora.py`).
-            labels: number of outputs that a `score` or `steps` head computes for a token.
-            average: True for a frozen model that is an average of the policy's weights over steps; FSDP stores it in
-                the type of master weights.
+            world: the ranks of the run and their device mesh.
+            total_updates: total number of optimizer steps in the run, for the learning rate schedule.
+            trainable: False for a frozen model, which is stored in the compute dtype and has no optimizer.
+            path: path of the model, in any form that `--model.path` accepts; empty to use `--model.path`.
+            head: a `contract.Head`; a `value` head that is missing from the folder is initialised to 0.
+            optimizer: optimizer settings; None to use the policy's, `cfg.optimizer`.
+            routing_replay: route tokens to the experts in `token["experts"]` (`hub/routing.py`).
+            adapt: train only LoRA adapters (`fsdp/lora.py`) if the rank in `cfg.lora` is not 0.
+            labels: number of outputs per token of a `score` or `steps` head.
+            average: True for a frozen model that tracks a moving average of the policy's weights; FSDP stores it in the
+                dtype of the master weights.
 
         Raises:
             ValueError: the backend does not support the model; the message names the path or the flag.
@@ -78,23 +78,23 @@ class Learner:
         self.folder = resolve(path or cfg.model.path, cfg.model.trust_remote_code)
         self.blocks = fp8_blocks(self.folder)
         self.share = False
-        """True if the samples of a prompt are packed together, and the prompt runs once for all of them."""
+        """True if the samples of a prompt are packed together and the prompt is computed once for all of them."""
         self.multiple = 1
-        """The backend needs a number of micro-batches that is a multiple of this number."""
+        """The number of micro-batches must be a multiple of this number."""
         self.compute = self.stored = DTYPES[cfg.model.dtype]
-        """The types of the forward and of the weights in a checkpoint."""
+        """The dtypes of the forward pass and of the weights in a checkpoint."""
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
-        """Type of master weights, gradients, the optimizer's moments, and the tensors that `logprobs` returns."""
+        """The dtype of master weights, gradients, optimizer moments, and the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
         self.loss_scale = LossScale() if self.compute == torch.float16 else None
-        """Factor that multiplies the loss before its backward and divides the gradient after it (`gradient`); None
-        unless the forward is in float16."""
+        """Loss scaler: the loss is multiplied by the scale before backward, and the gradient is divided by it
+        (`gradient`). None unless the forward pass runs in float16."""
         self.away: list[Parked] = []
         self.parameters_away = False
         self.build(trainable, path or cfg.model.path, routing_replay, adapt and cfg.lora.rank > 0, average)
 
     def microbatches(self, batch: Batch) -> list[Batch]:
-        """Split a batch into micro-batches, the same number on every rank; some may be empty. Collective."""
+        """Split a batch into the same number of micro-batches on every rank; some can be empty. Collective."""
         check_same(batch, self.world.sp_group, self.world.device)
         budget = self.cfg.policy.max_tokens_per_microbatch
         units = units_of(batch, budget, self.share)
@@ -114,7 +114,7 @@ class Learner:
     def read(
         self, batch: Batch, temperature: float, function: HeadFunction | None = None, second: Second = "entropy"
     ) -> tuple[torch.Tensor, ...]:
-        """Implements `Policy.read`; without a function, return the head's two numbers."""
+        """Implements `Policy.read`; without a function, return the two outputs of the head."""
         micros = self.microbatches(batch.like(place=torch.arange(batch.n_tokens)))
         out: list[torch.Tensor] = []
         for micro, numbers in zip(micros, on_host(self.numbers(micros, temperature, second, function)), strict=True):
@@ -131,9 +131,10 @@ class Learner:
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
         """Implements `Policy.update`; steps whose loss or gradient is not finite are skipped.
 
-        The metric `updates_nonfinite` counts them. The objective's statistics leave them out, and the loss is nan. In
-        float16, a loss scale that is too large can make the gradient infinite or nan. So while the scale can be halved,
-        a step with such a gradient is skipped and counted by `updates_overflowed` instead, and the scale is halved.
+        Skipped steps are counted in the metric `updates_nonfinite` and excluded from the objective's statistics, and
+        the logged loss is nan. In float16, too large a loss scale can make the gradient infinite or nan. As long as the
+        scale can still be halved, such a step is skipped, counted in `updates_overflowed` instead, and the scale is
+        halved.
 
         Raises:
             NonFiniteError: on every rank, after `--optimizer.bad-steps` non-finite steps in a row.
@@ -149,20 +150,20 @@ class Learner:
             stats = self.gradient(micros, summed, shared)
             finite = self._optimizer_step(metrics, share, index, summed.total, shared.on_policy)
             if finite:
-                # The losses of micro-batches add up to a step's loss; the logged loss is the mean over the steps.
+                # Micro-batch losses add up to the loss of a step; the logged loss is the mean over steps.
                 stats.scale_sum("loss", 1 / steps)
                 metrics.merge(stats)
             else:
                 metrics.add_sum("loss", math.nan)
             metrics.add_sum("microbatches", len(micros) / self.world.data_size)
-        # The version changes only if a step was taken. If none was, the engine already has exactly these weights.
+        # If no step was taken, the engine already has these weights, so the version stays the same.
         self.version += self.updates_done > before
         return metrics
 
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
-        """Take or skip an optimizer step; return False if loss or gradient is not finite.
+        """Take or skip an optimizer step; return False if the loss or the gradient is not finite.
 
-        But return True if a smaller loss scale may make the gradient finite (`update`). loss: sum of the losses of this
+        If a smaller loss scale might make the gradient finite, return True anyway (`update`). loss: total loss of this
         rank's sequences.
         """
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
@@ -173,12 +174,12 @@ class Learner:
         facts = self.updates_done, self.version, norm, not bad, self.guard.median, on_policy
         overflowed, scale = False, self.loss_scale
         if scale is not None and not bad:
-            # If the loss scale can be smaller, the gradient may have overflowed because of the scale.
+            # As long as the loss scale can shrink, the scale may be what made the gradient overflow.
             overflowed = not math.isfinite(norm) and scale.can_shrink
             scale.adapt(math.isfinite(norm))
         finite = overflowed or self.guard.passes(AnomalousStep(share, index, *facts))
         if finite and not overflowed and norm > 0:
-            # If the gradient is exactly zero, no step is taken, so that weights and moments stay unchanged.
+            # Skip steps with an exactly zero gradient, so that weights and moments stay unchanged.
             self.step(lr, norm)
             self.updates_done += 1
         self.updates_due += 1
@@ -200,7 +201,7 @@ class Learner:
         return {owner: storage_bytes(tensors, device) for owner, tensors in self.tensors_by_owner().items()}
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """Implements `Policy.offload`; on a CPU, the place `host` moves nothing."""
+        """Implements `Policy.offload`; offloading to `host` is a no-op on CPU."""
         if not moves(place, self.world.device):
             return
         self.reshard()
@@ -241,11 +242,11 @@ class Learner:
                 )
             own, source = mine.tensor, theirs.tensor
             mixed = (1 - share) * own + share * source if share != 1 and own.is_floating_point() else source
-            # Because of rounding, the average of two equal numbers may differ from them. This must not change a buffer.
+            # Due to rounding, the average of two equal numbers can differ from them, which must not change a buffer.
             own.copy_(torch.where(own == source, own, mixed) if mine.exact else mixed)
 
     def checkpoint_bytes(self) -> int:
-        """Implements `Policy.checkpoint_bytes`: count weights, the optimizer's moments and saved master weights."""
+        """Implements `Policy.checkpoint_bytes`: counts weights, optimizer moments and saved master weights."""
         trains = self.total_updates > 0
         adapted = trains and self.cfg.lora.rank > 0 and getattr(self, "adapters", None) is not None
         parts: list[Part] = ["base", "adapter"] if adapted else ["base"]
@@ -257,7 +258,7 @@ class Learner:
     # ── methods of a backend ─────────────────────────────────────────────────
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """Build the model, read its weights and create the optimizer. Arguments as in `__init__`; path is not empty."""
+        """Build the model, load its weights and create the optimizer. Arguments as in `__init__`; path is not empty."""
         raise NotImplementedError
 
     def pieces(self, part: Part = "model") -> list[Piece]:
@@ -273,25 +274,25 @@ class Learner:
         raise NotImplementedError
 
     def reshard(self) -> None:
-        """Free parameters that a forward gathered from other ranks; do nothing in a backend that gathers none."""
+        """Free parameters that a forward pass all-gathered; a no-op in backends that gather none."""
 
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Any:
-        """Yield per micro-batch, without gradient, the head's two tensors [T] or `function`'s results. Collective."""
+        """Yield the head's two tensors [T] or `function`'s results per micro-batch, without gradient. Collective."""
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Compute the gradient, summed over micro-batches and data-parallel ranks; return statistics. Collective."""
+        """Compute gradients, summed over micro-batches and data-parallel ranks, and return statistics. Collective."""
         raise NotImplementedError
 
     def gradient_norm(self) -> float:
-        """Return the global 2-norm of the gradient, the same on every rank. Collective."""
+        """Return the global 2-norm of the gradients, which is the same on every rank. Collective."""
         raise NotImplementedError
 
     def step(self, lr: float, norm: float) -> None:
-        """Clip the gradient, whose norm is `norm`, as the settings say, and take an optimizer step. Collective."""
+        """Clip the gradients as configured, given their norm `norm`, and take an optimizer step. Collective."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Free the gradient; do nothing in a backend whose method `gradient` starts by setting it to zero."""
+        """Free the gradients; a no-op in backends whose `gradient` starts by zeroing them."""

@@ -1,4 +1,4 @@
-"""Records what Liger's kernels replace in a model, so that the self-check can compare both versions of the model."""
+"""Records what Liger's kernels replace in a model, so that the self-check can run the model without them."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 _ORIGINALS: dict[tuple[str, str], Any] = {}
-"""(Python module, name) -> the function of transformers that Liger replaced in this process."""
+"""(Python module, name) -> the original transformers function that Liger replaced in this process."""
 
 
 def remember(hf: Any, apply: Callable[[], None]) -> None:
-    """Call `apply`, which replaces forwards of a model's modules and names in transformers, and record what it changes.
+    """Call `apply`, which patches the model's modules and names in transformers, and record what it changes.
 
-    Classes in transformers are restored at once, so that later models are built from the original classes.
+    Patched classes in transformers are restored immediately, so that later models are built from the originals.
     """
     names = {type(module).__module__ for module in hf.modules()}
     sources = {name: dict(vars(sys.modules[name])) for name in names if name.startswith("transformers.")}
@@ -30,7 +30,7 @@ def remember(hf: Any, apply: Callable[[], None]) -> None:
 
 @contextmanager
 def without_liger(hf: Any) -> Iterator[bool]:
-    """Let a model use the layers of transformers inside this context; its value is True if they replace Liger's."""
+    """Run a model without Liger inside this context, which yields True if the model was using Liger."""
     modules = vars(hf).get("without_liger", [])
     own = [(module, vars(module).get("forward")) for module, _ in modules]
     functions = {(name, key): getattr(sys.modules[name], key) for name, key in _ORIGINALS}
@@ -46,7 +46,7 @@ def without_liger(hf: Any) -> Iterator[bool]:
 
 
 def _set_forwards(forwards: list[tuple[Any, Any]]) -> None:
-    """Set the forward of each module, or remove it from the instance if it is None."""
+    """Set each module's forward, or delete it from the instance if it is None."""
     for module, forward in forwards:
         if forward is None:
             vars(module).pop("forward", None)

@@ -1,4 +1,4 @@
-"""Prepares the files of a checkpoint that are not weights when a run starts, so that errors appear before training."""
+"""Prepares the non-weight files of a checkpoint at startup, so that errors surface before training."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -14,26 +14,26 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
 COPIED = "*processor_config.json"
-"""Pattern of a language model's files that are copied unchanged, because transformers may be unable to write them."""
+"""Files of a language model that are copied unchanged, because transformers cannot always write them."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
-    """Return name -> content of the files of a checkpoint: configuration, tokenizer, files copied from `source`.
+    """Return name -> content of a checkpoint's config, tokenizer and files copied from `source`.
 
-    The tokenizer gets the chat template with which the job renders dialogues. The generation config gets the tokens
-    that end a turn in this template, so that any engine stops where the model was trained to stop. A critic or reward
-    model without a tokenizer gets the policy's tokenizer.
+    The tokenizer gets the chat template that the job uses to render dialogues. The generation config gets the
+    end-of-turn tokens of this template, so that any engine stops where the model was trained to stop. A critic or
+    reward model without a tokenizer gets the policy's tokenizer.
 
-    config: the transformers config with which the model was built. dtype: type of the weights in the checkpoint. head:
-    a `contract.Head`; only an `lm` model generates text.
+    config: the transformers config that the model was built from. dtype: dtype of the weights in the checkpoint. head:
+    a `contract.Head`; only `lm` models get a generation config.
 
     Raises:
-        ValueError: transformers cannot write the configuration or the tokenizer.
+        ValueError: transformers cannot write the config or the tokenizer.
     """
     trust = cfg.model.trust_remote_code
     config = deepcopy(config)
     config.dtype = dtype
-    # transformers stores the path of the loaded weights in this attribute, which must not be saved.
+    # transformers keeps the path of the loaded weights in this attribute, which must not be saved.
     vars(config).pop("transformers_weights", None)
     tokenizer = load_tokenizer(source if has_tokenizer(source) else resolve(cfg.model.path, trust), trust)
     template = job_template(cfg, tokenizer)
@@ -42,7 +42,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     with TemporaryDirectory() as name:
         away = Path(name)
         try:
-            # save_pretrained is not used, because it refuses the sampling parameters that a config.json may contain.
+            # Do not use save_pretrained, which rejects sampling parameters that a config.json may contain.
             config.to_json_file(away / "config.json")
             tokenizer.save_pretrained(away)
         except Exception as error:  # transformers raises exceptions of many types.

@@ -1,4 +1,4 @@
-"""Builds the models that an algorithm needs, each from the folder at its path and on the ranks that run it."""
+"""Builds the models that an algorithm needs, on the ranks that run them."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ ALIGN = "; or let the teacher read the student's text: --distill.align uld"
 
 
 def backend(name: str) -> Any:
-    """Return the class of a backend, `FsdpPolicy` or `MegatronPolicy`; both take the same arguments."""
+    """Return the backend class, `FsdpPolicy` or `MegatronPolicy`; both take the same arguments."""
     if name == "megatron":
         from spmdrl.policy.megatron.policy import MegatronPolicy
 
@@ -38,23 +38,23 @@ def backend(name: str) -> Any:
 
 
 def shares_prompts(cfg: PolicyConfig) -> bool:
-    """Return True if the policy runs a prompt once for all its samples; the result is the same on every rank."""
+    """Return True if the policy computes a prompt once for all its samples. All ranks return the same result."""
     return cfg.share_prompts and backend(cfg.backend).can_share
 
 
 @dataclass
 class Models:
-    """The policy and the other models of a run. A model is None if it is not needed or not on this rank.
+    """The policy and the other models of a run. A model is None if it is not needed or is not on this rank.
 
-    Models that train are on the training ranks. Frozen models are on the training ranks too, or on separate scoring
-    ranks. With scoring ranks, training and scoring ranks have a `RemotePolicy` for each frozen model: training ranks
-    send requests, and scoring ranks answer them.
+    Trained models live on the training ranks. Frozen models live there too, or on separate scoring ranks. In the latter
+    case, training and scoring ranks hold a `RemotePolicy` for each frozen model: training ranks send requests, and
+    scoring ranks answer them.
     """
 
     policy: Any
-    """The trained `Policy`; None on a rank that does not train."""
+    """The trained `Policy`, or None on a rank that does not train."""
     reference: Policy | None = None
-    """The reference of the KL term; in distillation, the first teacher."""
+    """The reference model of the KL term, or the first teacher in distillation."""
     critic: Policy | None = None
     cost_critic: Policy | None = None
     process: Policy | None = None
@@ -63,16 +63,17 @@ class Models:
     reward_model: Policy | None = None
     cost_model: Policy | None = None
     labels: Labels | None = None
-    """The labels of the reward model; None if no file describes the model."""
+    """The labels of the reward model, or None if it is not configured by a file."""
     reading: Any = None
-    """How the reward model scores responses (`rl/reading.py`); None for the score at a response's last token."""
+    """How the reward model scores responses (`rl/reading.py`), or None for the score at the last token of a
+    response."""
     cost_reading: Any = None
-    """How the cost model scores responses, in the form of `reading`."""
+    """How the cost model scores responses, as `reading`."""
     teachers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The teachers of distillation other than the first one (`reference`), by name."""
+    """Distillation teachers by name, except the first one (`reference`)."""
 
     def named(self) -> Iterator[tuple[str, Policy]]:
-        """Yield (name, model) of each model on this rank; a model with two roles appears once."""
+        """Yield (name, model) for each model on this rank; a model with two roles appears once."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         seen: dict[int, str] = {}
         for name, model in (fields | self.teachers).items():
@@ -82,40 +83,40 @@ class Models:
                 yield name, model
 
     keep_reference = False
-    """True if checkpoints include the reference, because it takes over the policy's weights during the run."""
+    """True if checkpoints include the reference model, because it is updated from the policy's weights during the
+    run."""
 
     def saved(self) -> dict[str, Policy]:
-        """Return name -> model of the models that checkpoints include, without the policy."""
+        """Return name -> model of the models saved in checkpoints, except the policy."""
         reference = {"reference": self.reference} if self.keep_reference and self.reference else {}
         return self.trained() | reference
 
     def trained(self) -> dict[str, Policy]:
-        """Return name -> model of the models that train, without the policy."""
+        """Return name -> model of the trained models, except the policy."""
         return {name: m for name, m in self.named() if name in ("critic", "cost_critic", "process")}
 
     def learning(self) -> dict[str, Any]:
-        """Return name -> model of the models that train, with the policy; empty on a rank that does not train."""
+        """Return name -> model of the trained models including the policy; empty on a rank that does not train."""
         return self.trained() | ({"policy": self.policy} if self.policy else {})
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The path and the head of one model of a run, and its learning rate if it trains."""
+    """Path and head of one model of a run, and its learning rate if it is trained."""
 
     flag: str
-    """The flag that sets the model's path."""
+    """The flag that sets the model path."""
     path: str
-    """The model's path, in a form that `--model.path` accepts; empty for the value of `--model.path`."""
+    """The model path, in any form that `--model.path` accepts; empty to use `--model.path`."""
     head: Head
     lr: float | None = None
-    """Peak learning rate; None for a frozen model."""
+    """Peak learning rate, or None for a frozen model."""
 
 
 def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, ModelPlan]:
     """Return a `ModelPlan` for each model, other than the policy, that an algorithm needs.
 
-    The keys are fields of `Models` or names of `Models.teachers`, in the order in which the models are built. needs:
-    the result of `compose.needs`.
+    Keys are fields of `Models` or names in `Models.teachers`, in build order. needs: the result of `compose.needs`.
     """
     wanted: dict[str, ModelPlan] = {}
     scorer = model_path(cfg.reward.model)
@@ -139,7 +140,7 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, ModelPlan]:
 
 
 def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
-    """Build on this rank the models that an algorithm needs (`compose.needs`). Collective.
+    """Build this rank's models for an algorithm with the given needs (`compose.needs`). Collective.
 
     In a run of 0 steps, the policy is frozen too.
 
@@ -150,8 +151,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
     total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
     if "critic" in needs:
-        # The policy's learning rate schedule leaves out the steps of the critic's warm-up, in which the policy does not
-        # train.
+        # The policy's learning rate schedule excludes the critic warm-up steps, in which the policy is not trained.
         warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
     wanted = wanted_models(cfg, needs)
     scoring = scoring_world(world, cfg.parallel, timedelta(seconds=cfg.run.timeout))
@@ -185,10 +185,10 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
 
 def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: int, average: bool) -> Any:
-    """Build a frozen model, or a `RemotePolicy` if the model is on scoring ranks. Collective.
+    """Build a frozen model, or a `RemotePolicy` if it runs on scoring ranks. Collective.
 
-    each: the model's plan. outputs: number of outputs of a reward model for a token. average: whether the model is an
-    average of the policy's weights over steps.
+    each: the plan of the model. outputs: number of outputs per token of a reward model. average: whether the model
+    tracks a moving average of the policy's weights.
     """
     model = None
     if world.scores:
@@ -202,9 +202,9 @@ def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: 
 
 
 def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | None) -> None:
-    """Check that the folders of models fit their roles; warn if scoring ranks have no model.
+    """Check that each model folder fits its role; warn if there is no model for the scoring ranks.
 
-    labels: labels of the reward model. If they are given, `labels_of` has already checked the model's tokenizer.
+    labels: labels of the reward model. If given, `labels_of` has already checked its tokenizer.
 
     Raises:
         ValueError: a head is missing, or the tokenizer differs from the policy's; the message names the flag.
@@ -230,10 +230,10 @@ def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | Non
 
 
 def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callable[[str], None]) -> None:
-    """Run the self-check of each model that has weights on this rank; raise the errors of `self_check.choose_form`.
+    """Run the self-check of every model with weights on this rank; raise the errors of `self_check.choose_form`.
 
-    A model that uses the weights of another model is not checked. Collective over the ranks of each model. say: prints
-    a line for each model.
+    Models that use the weights of another model are not checked. Collective over the ranks of each model. say: callback
+    that prints one line per model.
     """
     from spmdrl.policy.fsdp.lora import BaseOf
 
@@ -246,7 +246,7 @@ def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callab
 
 
 def check_alike(model: Any, reference: Any) -> None:
-    """Raise ValueError unless a reference has the model's architecture and so can take over the model's weights."""
+    """Raise ValueError unless a reference has the same architecture as the model, so that it can copy its weights."""
     mine, theirs = ([(piece.name, piece.shape) for piece in each.pieces()] for each in (model, reference))
     if mine != theirs:
         odd = next((a or b for a, b in zip_longest(mine, theirs) if a != b), ("", ()))

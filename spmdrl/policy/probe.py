@@ -1,11 +1,11 @@
-"""Measures how much each form in which a model runs packs (`heads.Form`) differs from plain transformers.
+"""Measures how far each form of running packed batches (`heads.Form`) deviates from plain transformers.
 
-Three short sequences run as a pack through the model, and each sequence runs alone through plain transformers. The
-comparison covers the states of all tokens, a gradient, and the head's numbers. In 16 bits, rounding can hide small
-errors from this comparison. So two further tests check whether the gradient of a sequence reaches tokens of other
-sequences, and whether its states change when the other sequences change. `self_check.py` uses the results.
+Three short sequences are run through the model as one packed batch, and one by one through plain transformers. The
+comparison covers the hidden states of all tokens, a gradient, and the outputs of the head. In 16-bit dtypes, rounding
+can hide small errors, so two more tests check for leaks between sequences: whether the gradient of a sequence reaches
+tokens of another one, and whether its states change when the other sequences change. `self_check.py` uses the results.
 
-Shapes: T tokens of the three sequences, D width of the states.
+Shapes: T tokens in the three sequences, D hidden size.
 """
 
 import logging
@@ -27,33 +27,33 @@ log = logging.getLogger("spmdrl")
 
 LENGTHS = (5, 9, 14)
 PREFIX = 4
-"""Number of tokens at the beginning of the second and the third sequence that are the same in both."""
+"""Length of the prefix that the second and the third sequence share."""
 FORWARD = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest allowed difference of states from plain transformers, relative to their size. The limit for float64 is not
-smaller, because some families compute parts of float64 models in float32. In 16 bits the difference is the median over
-tokens, because rounding changes the choice of experts for some tokens. The limit in 16 bits is lower if two attention
-implementations of transformers differ by less (`Sequences.most`).
+"""Maximum relative difference between hidden states and those of plain transformers. The float64 limit is this loose
+because some model families compute parts of float64 models in float32. In 16-bit dtypes the median over tokens is
+compared, because rounding changes the expert choice of some tokens, and the limit is tightened if two of transformers'
+attention implementations differ by less (`Sequences.most`).
 """
 BACKWARD = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""Largest allowed difference of a gradient with respect to embeddings, relative to the gradient's size."""
+"""Maximum relative difference between gradients with respect to embeddings."""
 LEAK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
-"""Upper limit of two numbers that would be 0 without rounding: the relative change of a token's state when other
-sequences change, and the share of a gradient that reaches other sequences."""
+"""Limit on two numbers that would be 0 without rounding: the relative change in a token's state when other sequences
+change, and the fraction of a gradient that reaches other sequences."""
 ROUTED = 0.3
-"""Largest allowed change of a token's state when other sequences change, if a model has experts and runs in 16 bits."""
+"""Limit on the change in a token's state when other sequences change, for MoE models in 16-bit dtypes."""
 NOT_FINITE = "numbers that are not finite: its weights hold such numbers or are too large for --model.dtype"
 
 
 @dataclass
 class Found:
-    """The result of the test of one form of a model: the difference that is largest relative to its limit."""
+    """The result of testing one form of a model: the worst difference relative to its limit."""
 
     ratio: float = 0.0
-    """This difference divided by its limit; the form is wrong if the ratio is above 1."""
+    """The difference divided by its limit. Above 1, the form is considered wrong."""
     reason: str = ""
-    """A description of this difference, or of the error that the form raised."""
+    """Description of the difference, or of the error that was raised."""
     states: float = 0.0
-    """The relative difference of the states from those of plain transformers."""
+    """Relative difference between hidden states and those of plain transformers."""
 
     @property
     def right(self) -> bool:
@@ -61,9 +61,9 @@ class Found:
         return self.ratio <= 1
 
     def add(self, what: str, value: float, most: float) -> None:
-        """Keep a difference `value` if none before was as large relative to its limit `most`; nan counts as infinite.
+        """Record a difference `value` if it is the worst so far relative to its limit `most`; nan counts as infinite.
 
-        what: its description.
+        what: description of the difference.
         """
         ratio = value / most if value == value else float("inf")
         if ratio >= self.ratio:
@@ -72,23 +72,23 @@ class Found:
 
 @dataclass
 class Sequences:
-    """The three sequences, and the results of plain transformers for each sequence alone."""
+    """The three test sequences, and the results of plain transformers on each of them."""
 
     tokens: list[torch.Tensor]
     states: list[torch.Tensor] = field(default_factory=list)
     gradient: torch.Tensor | None = None
-    """Gradient of the last sequence's states with respect to its embeddings [n, D]."""
+    """Gradient of the last sequence's states with respect to its embeddings, [n, D]."""
     noise: float = 0.0
-    """In 16 bits, the median difference of states between two attention implementations of transformers; 0 in other
-    types."""
+    """Median difference between the states of two attention implementations in transformers, for 16-bit dtypes; 0 for
+    other dtypes."""
 
     def most(self, dtype: torch.dtype) -> float:
-        """Return the limit on the difference of states: as much as rounding may cause."""
+        """Return the limit on differences between hidden states, which allows for rounding errors."""
         return min(FORWARD[dtype], max(LEAK[dtype], 3 * self.noise)) if self.noise else FORWARD[dtype]
 
 
 def ordinary_tokens(hf_config: Any) -> list[int]:
-    """Return the token ids of the vocabulary, without those that the config lists as special tokens."""
+    """Return all token ids of the vocabulary except those that the config lists as special tokens."""
     config = hf_config.get_text_config()
     rows = config.vocab_size
     special: set[int] = set()
@@ -101,7 +101,7 @@ def ordinary_tokens(hf_config: Any) -> list[int]:
 
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Return the three random sequences, the same on every rank. turn: another number changes every token."""
+    """Return the three random sequences, the same on every rank. turn: each value gives different tokens."""
     ordinary = torch.tensor(ordinary_tokens(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)
@@ -109,7 +109,7 @@ def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch
 
 
 class _Embedded:
-    """A context that captures the embeddings of the first forward in it, to compute gradients with respect to them."""
+    """Context manager that captures the embeddings of the first forward pass, to differentiate with respect to them."""
 
     def __init__(self, hf: Any):
         self.module, self.embeddings = hf.get_input_embeddings(), None
@@ -133,18 +133,18 @@ class _Embedded:
 
 
 def plain(policy: Any) -> tuple[Sequences, Found]:
-    """Run each sequence alone through plain transformers, and compare our head with the HF model's. Collective.
+    """Run each sequence through plain transformers, and compare our head with the HF head. Collective.
 
-    If the model has Liger's layers, it runs with them and also with transformers' layers, and the results are compared.
+    A model with Liger kernels is run both with and without them, and the results are compared.
 
-    Returns the results for each sequence, with Liger's layers if the model has them, and the result of the comparisons.
-    If the model's code raises an error, `Found.reason` describes it.
+    Returns the results for each sequence (with Liger kernels, if the model uses them) and the outcome of the
+    comparisons. If the model code raises an error, `Found.reason` describes it.
     """
     hf, dtype, found = policy.model.hf, policy.compute, Found()
     expected = Sequences(sequences(policy.hf_config, policy.world.device))
     try:
-        # Plain transformers run with eager attention, because the other implementations lack features of some families,
-        # such as soft-capped scores.
+        # Use eager attention as the baseline, because the other implementations lack features of some model families,
+        # such as softcapping.
         with with_attention(hf, "eager"):
             with without_liger(hf) as replaced:
                 exact = _alone(policy, expected.tokens)
@@ -174,7 +174,7 @@ def plain(policy: Any) -> tuple[Sequences, Found]:
 
 
 def _alone(policy: Any, tokens: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the states of each sequence from a forward of it alone, and the gradient of `Sequences`."""
+    """Return the hidden states of each sequence, run on its own, and the gradient for `Sequences`."""
     *most, last = tokens
     with torch.no_grad():
         states = [policy.model.plain(ids)[0] for ids in most]
@@ -187,7 +187,7 @@ def _alone(policy: Any, tokens: list[torch.Tensor]) -> tuple[list[torch.Tensor],
 def _compare_liger(
     liger: Sequences, exact: tuple[list[torch.Tensor], torch.Tensor], dtype: torch.dtype, found: Found
 ) -> None:
-    """Compare the results of sequences alone with Liger's layers to those with transformers' layers (`exact`)."""
+    """Compare single-sequence results with Liger kernels to those with transformers' own layers (`exact`)."""
     assert liger.gradient is not None
     name = "Liger's layers (--policy.liger off leaves them out)"
     states, gradient = (torch.cat(liger.states), torch.cat(exact[0])), (liger.gradient, exact[1])
@@ -196,20 +196,20 @@ def _compare_liger(
 
 
 def _failed(error: Exception) -> Found:
-    """Return a `Found` for an error of the model's code, which every rank raises; re-raise an error of the machine."""
+    """Return a `Found` for an error in the model code, which every rank raises; re-raise hardware and system errors."""
     if of_the_machine(error):
         raise error
     message = " ".join(str(error).split())[:200]
-    # The ValueErrors that our attention raises are complete sentences; other errors need an introduction.
+    # ValueErrors from our attention are complete sentences; other errors need an introduction.
     text = message if isinstance(error, ValueError) else f"its code fails with {type(error).__name__}: {message}"
     log.info("self-check: %s", text)
     return Found(float("inf"), text)
 
 
 def probe(policy: Any, form: Form, expected: Sequences) -> Found:
-    """Compare one form of a model on packs of the sequences with plain transformers. Collective.
+    """Compare one form of a model on the packed sequences with plain transformers. Collective.
 
-    expected: the results of plain transformers. If the model's code raises an error, `Found.reason` describes it.
+    expected: the results of plain transformers. If the model code raises an error, `Found.reason` describes it.
     """
     before, found = policy.form, Found()
     policy.model.form = form
@@ -242,7 +242,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
         return
     place = torch.arange(len(pack))
     if form == "tree":
-        # The second and third sequence are samples of one prompt, which the loss mask leaves out.
+        # The second and third sequence are two samples of one prompt, and the loss mask excludes the prompt.
         mask[ends[0] : ends[0] + PREFIX] = mask[ends[1] : ends[1] + PREFIX] = False
         tree = plan_tree(pack.cpu(), lengths, mask)
         assert tree is not None
@@ -267,7 +267,7 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
     found.add("sequences reach each other in a gradient by", leak, LEAK[dtype])
     changes = []
     for turn in (1, 2):
-        # There are two trials: rounding may change the choice of an expert in one of them, but a leak appears in both.
+        # Try twice: rounding can change an expert choice in one trial, but a leak shows up in both.
         first, second, _ = sequences(policy.hf_config, device, turn)
         other = torch.cat([first, expected.tokens[1][:PREFIX], second[PREFIX:], expected.tokens[2]])
         with torch.no_grad():
@@ -279,19 +279,19 @@ def _compare(policy: Any, form: Form, expected: Sequences, found: Found) -> None
 
 
 def _read(states: torch.Tensor) -> torch.Tensor:
-    """Return the scalar whose gradient is compared: a weighted sum of the states [n, D] after the shared tokens."""
+    """Return the scalar whose gradient is compared: a weighted sum over the states [n, D] after the shared prefix."""
     states = states[PREFIX:]
     weight = torch.linspace(-1, 1, states.numel(), dtype=torch.float64, device=states.device).view_as(states)
     return (states * torch.cos(17 * weight).to(states.dtype)).sum()
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the distance of each row of a from b's row, [n], divided by the mean norm of b's rows. a, b: [n, D]."""
+    """Return the row-wise distance between a and b, [n], relative to the mean row norm of b. a, b: [n, D]."""
     a, b = a.double(), b.double()
     return (a - b).norm(dim=-1) / (b.norm(dim=-1).mean() + 1e-30)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return the largest, or in 16 bits the median, relative difference between the rows of a and of b, [n, D] each."""
+    """Return the maximum (median for 16-bit dtypes) relative difference between the rows of a and b, both [n, D]."""
     off = _off(a, b)
     return float(off.median() if dtype.itemsize == 2 and bool(off.isfinite().all()) else off.max())

@@ -1,8 +1,8 @@
-"""Runs a frozen model on separate ranks: training ranks send requests, and scoring ranks (scorers) answer them.
+"""Runs a frozen model on separate scoring ranks (scorers), which answer requests from the training ranks.
 
-Sequences are divided among the scorers so that each gets about the same number of tokens. The results of a sequence
-return to all training ranks that have it. Training and scoring ranks make the same calls in the same order (`score`
-and `serve` of `rl/score.py`).
+Sequences are distributed so that each scorer gets about the same number of tokens, and results are sent back to all
+training ranks that hold the sequence. Training and scoring ranks must make the same calls in the same order (`score`
+and `serve` in `rl/score.py`).
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ HOST = torch.device("cpu")
 
 
 class RemotePolicy:
-    """Implements `logprobs`, `read` and `values` of `Policy` (`contract.py`) for a model on other ranks.
+    """Implements `logprobs`, `read` and `values` of `Policy` (`contract.py`) for a model on scoring ranks.
 
-    These methods are collective over training and scoring ranks.
+    All three are collective over training and scoring ranks.
     """
 
     version = updates_done = updates_due = 0
@@ -39,11 +39,11 @@ class RemotePolicy:
     ):
         """Store the arguments, without communication.
 
-        model: the model on a scoring rank, None on a training rank. world: all ranks; `world.holders` are the training
-        ranks. scorers: int64 [data positions, copies], the scoring ranks; the ranks of a position get the same
-        sequences, and the first of them answers. dtype: type of the answers. share: whether the model runs a prompt
-        once for all its samples; if so, the samples of a prompt go to the same scorer. labels: number of outputs of the
-        model for a token.
+        model: the model on a scoring rank, or None on a training rank. world: all ranks; `world.holders` are the
+        training ranks. scorers: the scoring ranks, int64 [data positions, copies]; ranks in the same position get the
+        same sequences, and the first one answers. dtype: dtype of the answers. share: whether the model computes a
+        prompt once for all its samples, in which case all samples of a prompt are sent to the same scorer. labels:
+        number of model outputs per token.
         """
         self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
         self.shape = (labels,) if labels > 1 else ()
@@ -51,7 +51,7 @@ class RemotePolicy:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implements `Policy.logprobs`; a scorer passes an empty batch and gets an empty result."""
+        """Implements `Policy.logprobs`; scorers pass an empty batch and get an empty result."""
         request = distribute(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: tuple[torch.Tensor, ...] = (torch.zeros(0, *self.shape), torch.zeros(0, *self.shape))
         if self.model is not None:
@@ -60,7 +60,7 @@ class RemotePolicy:
         return logp_T, second_T
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """Implements `Policy.read`; the attribute `empty` of the function must be its result for an empty batch."""
+        """Implements `Policy.read`; `function.empty` must be the function's result for an empty batch."""
         request = distribute(self._request(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: Any = function.empty  # type: ignore[attr-defined]
         if self.model is not None:
@@ -72,7 +72,7 @@ class RemotePolicy:
         return self.logprobs(batch, 1.0)[0]
 
     def _request(self, batch: Batch) -> Batch:
-        """Return a batch with the columns that scorers need; it is empty if another rank sends the same sequences."""
+        """Return the columns that scorers need, or an empty batch if another rank sends the same sequences."""
         place = torch.nonzero(self.world.holders == self.world.rank)
         origin, copy = (int(x) for x in place[0]) if len(place) else (0, 0)
         index_B = torch.arange(len(batch))
@@ -83,7 +83,7 @@ class RemotePolicy:
         return Batch(batch.lengths, token, seq).select(index_B[: len(batch) if copy == 0 else 0])
 
     def _answer(self, request: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send the numbers [T] of a request back to the training ranks; return those for this rank's sequences."""
+        """Send per-token results [T] back to the training ranks; return those of this rank's sequences."""
         copies = self.world.holders.shape[1]
         table = Table(torch.stack([request.seq["origin"], request.seq["index"]], 1))
         for i, x_T in enumerate(numbers):

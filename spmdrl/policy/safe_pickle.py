@@ -1,9 +1,9 @@
 """Checks the pickles in a checkpoint's optimizer state before torch or Megatron reads them.
 
-torch.distributed.checkpoint stores its index (`.metadata`) as a pickle, and reads values that are not tensors with
-weights_only=False. So the author of these files could run code in this process. The manifest of a checkpoint proves
-that its files are complete, but not who wrote them. This module first reads the index by an unpickler that allows only
-the classes of an index. It then reads every value that is not a tensor by torch's weights-only reader.
+torch.distributed.checkpoint stores its index (`.metadata`) as a pickle and loads non-tensor values with
+weights_only=False, so a malicious file could execute arbitrary code in this process. The manifest of a checkpoint
+proves that its files are complete, but not who wrote them. This module first reads the index with an unpickler that
+only allows the classes of an index, then every non-tensor value with torch.load(weights_only=True).
 """
 
 import io
@@ -25,34 +25,35 @@ CLASSES = {
     "collections": {"OrderedDict"},
     "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
 }
-"""Module -> names of its objects that an index may contain. Calling these objects has no side effects."""
+"""Module -> names that an index is allowed to import. Calling these objects has no side effects."""
 LARGEST = 64 << 20
-"""Maximum size in bytes of a value that is not a tensor; in our checkpoints these are only numbers and names."""
+"""Maximum size of a non-tensor value in bytes. Our checkpoints only contain numbers and names."""
 
 
 class _Index(pickle.Unpickler):
-    """An unpickler that allows only the names in CLASSES."""
+    """An unpickler that only imports the names in CLASSES."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an object that CLASSES names; for any other name raise UnpicklingError, without an import."""
+        """Return an object listed in CLASSES; raise UnpicklingError for any other name, without importing it."""
         if name not in CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"the pickle uses {module}.{name}, which no index needs")
         return super().find_class(module, name)
 
 
 def vet(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Check that reading the optimizer state in `folder` runs only the code that a checkpoint needs.
+    """Check that loading the optimizer state in `folder` cannot execute arbitrary code.
 
-    Returns name -> shape of the tensors in the folder.
+    Returns name -> shape for all tensors in the folder.
 
     Raises:
-        ValueError: reading would run other code, or the folder has no optimizer state. The check runs no such code.
+        ValueError: loading would execute arbitrary code, or the folder contains no optimizer state. The check itself
+        does not execute such code.
     """
     try:
         return _vet(folder)
     except Exception as error:  # Reading untrusted bytes can raise an exception of any type.
         reason = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
-        # The beginning of torch's message is cut off, because it explains how to read the file in spite of the error.
+        # Drop the beginning of torch's message, which explains how to load the file anyway.
         reason = reason.rpartition("WeightsUnpickler error:")[2].strip()[:200]
         raise ValueError(
             f"{folder} is not optimizer state that is safe to read ({type(error).__name__}: {reason}): it was not "
@@ -73,7 +74,7 @@ def _vet(folder: Path) -> dict[str, tuple[int, ...]]:
         if getattr(where, "transform_descriptors", None):
             raise ValueError("its values are packed by extensions")
         if key.fqn in tensors:
-            # Tensors need no check, because torch reads them with weights_only=True.
+            # Tensors need no check, because torch loads them with weights_only=True.
             continue
         if not 0 <= where.length <= LARGEST:
             raise ValueError(f"{key.fqn} has {where.length} bytes")

@@ -1,8 +1,8 @@
-"""Checks, before training or sampling, that a model computes correct numbers on this machine.
+"""Checks that a model computes correct results on this machine, before training or sampling starts.
 
-`probe.py` compares each form in which a model can run packs with plain transformers. A model then runs in the fastest
-correct form: `tree` (shared tokens run once), `packed`, or `apart` (one sequence per forward), which is exact but
-slower. If every form is wrong, the check raises an error.
+`probe.py` compares each form of running packed batches with plain transformers. The model then uses the fastest correct
+form: `tree` (shared tokens are computed once), `packed`, or `apart` (one sequence per forward pass), which is exact but
+slower. If no form is correct, the check raises an error.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 def worst_over_ranks(policy: Any, found: Found) -> Found:
-    """Return a `Found` with the largest ratio and the largest difference of states of all ranks. Collective."""
+    """Return a `Found` with the maximum ratio and the maximum state difference over all ranks. Collective."""
     numbers = torch.tensor([found.ratio, found.states], dtype=torch.float64)
     ratio, states = all_reduce(numbers, "max", policy.world.role_group).tolist()
     return Found(ratio, found.reason or "on another rank", states)
 
 
 def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -> None:
-    """Check one model and set it to the fastest correct form. Collective.
+    """Check a model and switch it to the fastest correct form. Collective.
 
-    role: the model's role in the job, for messages. name: flag and value of the setting with the model's path. say:
-    prints a line with the result.
+    role: role of the model in the job, for messages. name: the model-path flag and its value, for messages. say:
+    callback that prints the result.
 
     Raises:
         ValueError: no form is both correct and allowed by the settings; the message names the flag to change.
@@ -47,7 +47,7 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
         raise ValueError(f"{name}: {family} gives {NOT_FINITE} {kind}")
     if not alone.right:
         raise ValueError(f"{name}: {family} computes wrong numbers here: {alone.reason}; use another model family")
-    # The forms are tried in this order, the fastest one first.
+    # Forms to try, fastest first.
     forms: list[Form] = [] if policy.form == "apart" else ["tree", "packed"] if policy.share else ["packed"]
     tried = {form: worst_over_ranks(policy, probe(policy, form, expected)) for form in forms}
     right = [form for form, found in tried.items() if found.right]
@@ -64,13 +64,12 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
 
 
 def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
-    """Set a model to one sequence per forward, with the fastest correct attention of transformers. Collective.
+    """Switch a model to one sequence per forward pass, with the fastest correct attention in transformers. Collective.
 
-    name: the beginning of messages. expected: the results of plain transformers. packed: the reason why packed
-    sequences are wrong.
+    name: prefix of messages. expected: the results of plain transformers. packed: why packed sequences are wrong.
 
     Raises:
-        ValueError: this form is wrong too, or a setting needs packed sequences.
+        ValueError: this form is wrong too, or a setting requires packed sequences.
     """
     if (sp := policy.world.sp_size) > 1:
         raise ValueError(
@@ -92,12 +91,12 @@ def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
 
 
 def check_backend(policy: Any, name: str) -> float:
-    """Compare a pack of sequences with each sequence alone, on a backend without a HF model. Collective.
+    """Compare packed sequences with single sequences, on a backend without a HF model. Collective.
 
-    Returns the largest difference between the head's numbers for a token in both cases.
+    Returns the maximum per-token difference between the two head outputs.
 
     Raises:
-        ValueError: the difference is larger than rounding can explain.
+        ValueError: the difference is too large to be explained by rounding.
     """
     config, dtype = policy.hf_config, policy.compute
     tokens = sequences(config, torch.device("cpu"))
