@@ -1,7 +1,7 @@
 """Attention over packed sequences.
 
-packed.py    the attention function that HF models call, and the switch to transformers' implementations
-packing.py   the division of a packed micro-batch into sequences, or into a tree of shared prompts
-varlen.py    kernels for concatenated sequences, and the choice of a kernel for a layer
-ulysses.py   sequence parallelism: tokens divided over ranks, all-to-all between tokens and heads
+packed.py    the attention function that HF models call, and switching to transformers' implementations
+packing.py   how a packed micro-batch is split into sequences, or into a tree of shared prompts
+varlen.py    kernels for concatenated sequences, and kernel selection
+ulysses.py   sequence parallelism: tokens sharded over ranks, all-to-all between tokens and heads
 """

@@ -1,9 +1,9 @@
-"""Attention over packs: the sequences of a micro-batch, concatenated without padding.
+"""Attention over packed batches, in which sequences are concatenated without padding.
 
-This module registers the attention implementation `spmdrl_packed` with transformers; a forward passes a `Packing` in
-the model's keyword arguments. By default, a layer on a GPU uses a kernel for concatenated sequences (`varlen.py`) if
-one supports the layer. If none does, sequences of similar length are padded to [B, H, L, d] for causal attention in
-torch. Padding follows a sequence's tokens, so the causal mask hides it from all of them, and the result is exact.
+This module registers the attention implementation `spmdrl_packed` with transformers; the forward pass hands a `Packing`
+to the model as a keyword argument. By default, a layer on a GPU uses a varlen kernel (`varlen.py`) if one supports it.
+Otherwise, sequences of similar length are padded to [B, H, L, d] for causal attention in torch. Padding comes after the
+tokens of a sequence, so the causal mask hides it and the result is exact.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,9 @@ NAME = "spmdrl_packed"
 
 
 def _hidden(group: LengthClass, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return a mask, bool [B or 1, 1, L, P + L], that is True for keys that a query must not see.
+    """Return a mask, bool [B or 1, 1, L, P + L], that is True for keys that a query must not attend to.
 
-    These keys are later than the query, outside of a sliding window of `window` keys, or padding before a node's
-    ancestors.
+    These are future keys, keys outside of a sliding window of `window` keys, and padding before a node's ancestors.
     """
     queries = group.trunk + torch.arange(group.longest, device=device)
     keys = torch.arange(group.trunk + group.longest, device=device)
@@ -46,23 +45,23 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
-    """Return SDPA's attention mask for nodes with ancestors or a sink. sink: 1 if the first key is a sink, else 0."""
-    # On a GPU, SDPA's kernels support a causal mask that is aligned to the last key, for all types but float64.
+    """Return the SDPA mask for nodes with ancestors or an attention sink. sink: 1 if the first key is a sink."""
+    # On GPUs, SDPA kernels support causal masks aligned to the last key (bottom-right), except in float64.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
-        # The mask is a subclass of Tensor, which torch cannot create inside a dispatch mode. `--run.lockstep-debug`
-        # installs one.
+        # The mask is a Tensor subclass that cannot be created inside a dispatch mode, which `--run.lockstep-debug`
+        # installs.
         with _disable_current_modes():
             return causal_lower_right(group.longest, sink + group.trunk + group.longest)
     return F.pad(~_hidden(group, window, q.device), (sink, 0), value=True)
 
 
 def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Return queries, keys and values with a sink: an added key whose score is the head's sink and whose value is 0.
+    """Add an attention sink to queries, keys and values: a key whose score is the head's sink and whose value is 0.
 
-    Keys and values become [T + 1, ...]. A new channel of the queries holds the sink's score divided by `scale`. In this
-    channel the sink key is 1 and all other keys are 0, so any kernel computes the right scores.
+    Keys and values become [T + 1, ...]. An extra query channel holds the sink score divided by `scale`. In this
+    channel, the sink key is 1 and all other keys are 0, so any kernel computes the correct scores.
     """
-    # The fused kernels of a GPU need a number of channels that 8 divides.
+    # Fused GPU kernels require a multiple of 8 channels.
     d, more = k.shape[2], 8 - k.shape[2] % 8
     score = (sinks_H / scale).to(q.dtype)[:, None].expand(*q.shape[:2], 1)
     q = F.pad(torch.cat([q, score], -1), (0, more - 1))
@@ -71,11 +70,11 @@ def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tens
 
 
 def plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Compute softmax attention [B, H, L, d]. hidden: True for keys to ignore. softcap: cap on scores (Gemma 2)."""
+    """Compute softmax attention, [B, H, L, d]. hidden: True for keys to mask out. softcap: cap on scores (Gemma 2)."""
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    # As in HF models, the softmax is computed in float32, or in float64 for float64 inputs.
+    # As in HF models, compute the softmax in float32 (float64 for float64 inputs).
     upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
     return scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=upcast).to(q.dtype) @ v
 
@@ -83,9 +82,9 @@ def plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float 
 def _padded_class(
     q, k, v, group: LengthClass, kind: str, scale: float, window: int | None, softcap: float | None, sink: int
 ):
-    """Compute attention for the tokens of one length class: [T, H, d] -> [tokens of the class, H, d].
+    """Compute attention for the tokens of one length class: [T, H, d] -> [tokens in the class, H, d].
 
-    sink: 1 if the last key is a sink, to which every query attends, else 0.
+    sink: 1 if the last key is an attention sink that every query attends to, else 0.
     """
     keys = group.keys
     if sink:
@@ -94,12 +93,12 @@ def _padded_class(
     q, k, v = (x.index_select(0, at).view(group.sequences, -1, *x.shape[1:]).transpose(1, 2) for x, at in rows)
     if window is not None and window >= group.trunk + group.longest:
         window = None
-    # On a CPU in bfloat16, torch's fused backward takes 3 to 6 times as long as that of `plain_attention` for 40 to 256
-    # tokens, so plain attention is used up to 512 tokens.
+    # On CPU in bfloat16, torch's fused backward is 3 to 6 times slower than `plain_attention` at 40 to 256 tokens, so
+    # plain attention is used up to 512 tokens.
     on_cpu = kind_of(q.device) == "cpu"
     masked = softcap or (window and not sink)
     plain = kind == "eager" or masked or (on_cpu and q.dtype == torch.bfloat16 and group.longest <= 512)
-    # On a CPU, keys and values of grouped heads are not repeated: torch's fused attention is 20 % faster without that.
+    # On CPU, keys and values of grouped heads are not repeated, which makes torch's fused attention 20 % faster.
     repeat = q.shape[1] // k.shape[1]
     grouped = repeat > 1 and on_cpu and not plain
     if repeat > 1 and not grouped:
@@ -128,14 +127,14 @@ def packed_attention(
     s_aux=None,
     **_,
 ):
-    """Compute attention over one pack, with HF's interface: query [1, H, S, d], key and value [1, H_kv, S, d].
+    """Compute attention over a packed batch, with HF's interface: query [1, H, S, d], key and value [1, H_kv, S, d].
 
-    S is the number of tokens in this rank's slice of the pack, which is the complete pack without sequence parallelism.
-    s_aux: the score of each head's attention sink, [H] (gpt-oss). Returns ([1, S, H, d], None).
+    S is the number of tokens in this rank's slice, which is the whole packed batch without sequence parallelism. s_aux:
+    attention sink score of each head, [H] (gpt-oss). Returns ([1, S, H, d], None).
 
     Raises:
-        ValueError: the model does not pass keyword arguments to its attention, or has a bidirectional layer, dropout in
-            training, or an attention mask.
+        ValueError: the model does not forward keyword arguments to its attention, or uses bidirectional layers, dropout
+        in training, or an attention mask.
     """
     if packing is None:
         raise ValueError(
@@ -144,8 +143,8 @@ def packed_attention(
     if not getattr(module, "is_causal", True) or (dropout and module.training):
         raise ValueError(f"{type(module).__name__}: packed attention supports only causal layers without dropout")
     if attention_mask is not None:
-        # transformers creates no mask for this implementation. So the model itself made this mask, which hides more
-        # than causality does.
+        # transformers creates no mask for this implementation, so the model built this mask itself, and it is not
+        # purely causal.
         raise ValueError(f"{type(module).__name__} passes an attention mask, which packed attention does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = packing.part.to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)))
@@ -157,7 +156,7 @@ def packed_attention(
 def _attend(
     q, k, v, packing: Packing, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute attention inside each sequence: [T, H, e]. sinks: `s_aux` of `packed_attention` for these H heads."""
+    """Compute attention within each sequence: [T, H, e]. sinks: `s_aux` of `packed_attention` for these H heads."""
     sink = int(sinks is not None)
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks, scale)
@@ -170,7 +169,7 @@ def _attend(
 
 
 def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
-    """Raise ValueError if the kernel of `--policy.attention` cannot compute the model's layers. No model is built."""
+    """Raise ValueError if the kernel in `--policy.attention` does not support the model; does not build the model."""
     if cfg.policy.attention not in KERNELS:
         return
     from transformers import AutoConfig
@@ -182,11 +181,11 @@ def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
 
 
 ENTRIES: list[Any] = [packed_attention]
-"""`packed_attention`, and after `leave_uncompiled` also its form that compiled layers can call."""
+"""`packed_attention`, and after `leave_uncompiled` also the version that compiled layers can call."""
 
 
 def register() -> str:
-    """Register this attention implementation with transformers; return its name."""
+    """Register this attention implementation with transformers and return its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, ENTRIES[-1])
@@ -194,26 +193,26 @@ def register() -> str:
 
 
 def leave_uncompiled() -> None:
-    """Let compiled layers call this attention uncompiled; `torch.compile` would compile it for each pack's lengths."""
+    """Exclude this attention from `torch.compile`, which would recompile it for every set of sequence lengths."""
     if len(ENTRIES) == 1:
         ENTRIES.append(torch.compiler.disable(packed_attention))
     register()
 
 
 def own_attention(hf: Any) -> str:
-    """Return the name of transformers' default attention implementation for a model: sdpa if the model supports it."""
+    """Return transformers' default attention implementation for a model: sdpa if the model supports it."""
     return hf.get_correct_attn_implementation(None)
 
 
 def use_attention(hf: Any, name: str) -> None:
-    """Set the attention implementation of all layers of a model from the next forward on."""
+    """Set the attention implementation of all layers, starting with the next forward pass."""
     for config in _configs(hf):
         config._attn_implementation = name
 
 
 @contextmanager
 def with_attention(hf: Any, name: str) -> Iterator[None]:
-    """Use the attention implementation `name` in all layers of a model inside this context."""
+    """Use the attention implementation `name` in all layers inside this context."""
     before = [(config, config._attn_implementation) for config in _configs(hf)]
     use_attention(hf, name)
     try:

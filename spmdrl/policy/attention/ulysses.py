@@ -1,10 +1,10 @@
-"""Sequence parallelism that trades heads for tokens (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
+"""Sequence parallelism with all-to-all over heads (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
 
 Shapes: T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens per rank, H query heads, K
-key-value heads, d the width of a head. All ranks of the group have the same pack, and each runs the transformer on one
-slice of it. Only attention needs every token: an all-to-all before attention gives each rank all T tokens of H / R
-heads, and an all-to-all after it restores the slices. The model's outputs are joined at the end, so losses receive
-complete packs.
+key-value heads, d head dimension. All ranks of the group have the same packed batch, and each one runs the transformer
+on one slice of it. Only attention needs every token: an all-to-all before attention gives each rank all T tokens for H
+/ R heads, and an all-to-all after it restores the slices. The outputs are combined at the end, so losses see the whole
+batch.
 """
 
 import math
@@ -23,7 +23,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends block r of dimension 0 to rank r. The backward sends gradients back, which is the same operation."""
+    """Sends block r of dimension 0 to rank r. The backward sends gradients back by the same operation."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -57,9 +57,9 @@ class _Total(torch.autograd.Function):
 
 
 class TokenSlice:
-    """This rank's slice of a pack of T tokens: S tokens from `start` on. The last slices may end with padding.
+    """This rank's slice of T packed tokens: S tokens from `start` on. The last slices can end with padding.
 
-    Without a group, the slice is the complete pack, and the methods do not communicate.
+    Without a group, the slice contains all tokens, and the methods do not communicate.
     """
 
     def __init__(self, tokens: int, group: dist.ProcessGroup | None = None):
@@ -69,14 +69,14 @@ class TokenSlice:
         self.start = 0 if group is None else dist.get_group_rank(group, dist.get_rank()) * self.size
 
     def mine(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of a tensor: [T, ...] -> [S, ...], with zeros on padding."""
+        """Return this rank's slice of a tensor, [T, ...] -> [S, ...], with zeros on padding."""
         part = x_T[self.start : self.start + self.size]
         return F.pad(part, (0, 0) * (part.dim() - 1) + (0, self.size - len(part)))
 
     def within(self, row_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the indices of the elements of row_n in this slice, and their places in it, int64 [m] each.
+        """Return which elements of row_n are in this slice, and their positions in it, int64 [m] each.
 
-        row_n: indices in [T] of hidden states. A hidden state is used on the rank that computed it.
+        row_n: indices in [T] of hidden states. Each hidden state is used on the rank that computed it.
         """
         here = torch.nonzero((row_n >= self.start) & (row_n < self.start + self.size)).flatten()
         return here, row_n[here] - self.start
@@ -84,11 +84,11 @@ class TokenSlice:
     def to_heads(self, q_SHd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor) -> list[torch.Tensor]:
         """Return queries [T, H / R, d], keys and values [T, K', d] of all tokens for this rank's heads. Collective.
 
-        Key-value heads are repeated until R divides their number. So each rank gets the key-value heads that its query
-        heads need.
+        Key-value heads are repeated until their number is divisible by R, so that each rank gets the key-value heads
+        that its query heads need.
 
         Raises:
-            ValueError: R does not divide H.
+            ValueError: H is not divisible by R.
         """
         if self.group is None:
             return [q_SHd, k_SKd, v_SKd]
@@ -96,20 +96,20 @@ class TokenSlice:
         repeat = self.ranks // math.gcd(k_SKd.shape[1], self.ranks)
         if repeat > 1:
             k_SKd, v_SKd = k_SKd.repeat_interleave(repeat, 1), v_SKd.repeat_interleave(repeat, 1)
-        # One all-to-all sends queries, keys and values: the parts for a rank are concatenated, [S, R, width].
+        # Concatenate queries, keys and values per destination rank, [S, R, width], to use a single all-to-all.
         parts = [x.reshape(self.size, self.ranks, -1) for x in (q_SHd, k_SKd, v_SKd)]
         mixed = _AllToAll.apply(torch.cat(parts, 2).transpose(0, 1), self.group)
-        # The slices of all ranks, one after the other, are the pack with padding at its end.
+        # The slices of all ranks, concatenated, are the packed tokens followed by padding.
         whole = mixed.flatten(0, 1)[: self.tokens].split([x.shape[2] for x in parts], 1)
         return [x.unflatten(1, (-1, y.shape[2])) for x, y in zip(whole, (q_SHd, k_SKd, v_SKd), strict=True)]
 
     def my_heads(self, x_H: torch.Tensor) -> torch.Tensor:
-        """Return the elements [H / R, ...] of x that belong to this rank's query heads (`to_heads`)."""
+        """Return the elements [H / R, ...] of x for this rank's query heads (`to_heads`)."""
         heads = len(x_H) // self.ranks
         return x_H.narrow(0, self.start // self.size * heads, heads)
 
     def to_tokens(self, out_THd: torch.Tensor) -> torch.Tensor:
-        """Undo `to_heads`: return all heads of this rank's tokens, [T, H / R, d] -> [S, H, d]. Collective."""
+        """Undo `to_heads`: return all heads for this rank's tokens, [T, H / R, d] -> [S, H, d]. Collective."""
         if self.group is None:
             return out_THd
         flat = F.pad(out_THd.flatten(1), (0, 0, 0, self.size * self.ranks - self.tokens))
@@ -117,20 +117,20 @@ class TokenSlice:
         return heads.transpose(0, 1).reshape(self.size, -1, out_THd.shape[2])
 
     def total(self, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Sum tensors over the group by the function `total`; without a group, return them unchanged."""
+        """Sum tensors over the group with `total`, or return them unchanged without a group."""
         return parts_T if self.group is None else total(self.group, *parts_T)
 
 
 def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sum tensors [T] over ranks; each rank has values at its own tokens and zeros at all others. Collective.
+    """Sum tensors [T] over ranks, where each rank has values at its own tokens and zeros elsewhere. Collective.
 
-    The sum is exact. Every rank computes the same loss from it, so the backward returns the gradient unchanged.
+    The sum is exact. Every rank computes the same loss from it, so the backward passes gradients through unchanged.
     """
     return _Total.apply(group, *parts_T)
 
 
 def check_heads(heads: int, kv_heads: int, sp: int) -> None:
-    """Raise ValueError unless sp divides the number of query heads; that of key-value heads does not matter."""
+    """Raise ValueError unless the number of query heads is divisible by sp. Key-value heads can have any number."""
     if heads % sp:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
@@ -140,7 +140,7 @@ def check_heads(heads: int, kv_heads: int, sp: int) -> None:
 
 
 def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
-    """Apply `check_config`, if sp is above 1, to the model in a HF folder, before any weights are read."""
+    """Apply `check_config` to the model in a HF folder if sp > 1, before any weights are read."""
     if sp > 1:
         from transformers import AutoConfig
 
@@ -149,7 +149,7 @@ def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
 
 
 def check_config(config: Any, sp: int) -> None:
-    """Raise ValueError unless sequence parallelism over sp ranks supports a model. config: a HF config."""
+    """Raise ValueError unless the model supports sequence parallelism over sp ranks. config: a HF config."""
     config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):

@@ -1,11 +1,11 @@
-"""Kernels for causal attention over concatenated sequences, and the choice of a kernel for a layer.
+"""Kernels for causal attention over concatenated sequences, and kernel selection per layer.
 
-`flash` is flash-attn's varlen kernel; `varlen` is torch's own, for which no further package is needed. In both, the
-last query of a sequence attends to all keys of the sequence, even if there are fewer queries than keys. So queries that
-follow a shared prefix, or a chunk in the middle of a sequence, need no mask. Only their keys must be gathered, at a
-cost that is linear in the number of tokens.
+`flash` is flash-attn's varlen kernel; `varlen` is torch's own, which needs no extra package. In both, the last query of
+a sequence attends to all of its keys, even if there are fewer queries than keys. So queries that follow a shared
+prefix, or a chunk in the middle of a sequence, need no mask: only their keys must be gathered, at a cost linear in the
+number of tokens.
 
-Shapes: Q query rows, N key rows, H query heads, K key-value heads, d and e the widths of keys and of values.
+Shapes: Q query rows, N key rows, H query heads, K key-value heads, d and e head dimensions of keys and values.
 """
 
 import inspect
@@ -24,19 +24,19 @@ from spmdrl.config.fields import ConfigError
 log = logging.getLogger("spmdrl")
 
 KERNELS = ("flash", "varlen")
-"""Names of the kernels, the preferred one first; only `flash` supports soft-capped scores."""
+"""Kernel names in order of preference; only `flash` supports softcapping."""
 WIDEST = 256
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Properties of a layer that decide which kernel supports it."""
+    """Properties of a layer that determine which kernels support it."""
 
     capability: int
     """Major compute capability of the GPU; 0 for other devices."""
     dtype: torch.dtype
     width: int
-    """Number of channels of a head: that of its keys or that of its values, whichever is larger."""
+    """Head dimension: the larger one of keys and values."""
     softcap: bool = False
     sink_and_window: bool = False
     """True if the layer has both an attention sink and a sliding window."""
@@ -44,23 +44,22 @@ class Needs:
 
 @dataclass
 class Runs:
-    """Which rows of queries and keys belong to each sequence, in the format that the kernels read."""
+    """Query and key rows of each sequence, in the kernels' format."""
 
     ends_q: torch.Tensor
-    """int32 [sequences + 1]: first row of each sequence's queries, then the total number of rows."""
+    """int32 [sequences + 1]: cumulative query lengths, as `cu_seqlens_q` in flash-attn."""
     longest_q: int
     ends_k: torch.Tensor
-    """int32 [sequences + 1]: as `ends_q`, for keys; each sequence has at least as many keys as queries."""
+    """int32 [sequences + 1]: cumulative key lengths; each sequence has at least as many keys as queries."""
     longest_k: int
     key_rows: torch.Tensor | None
-    """int64 [N]: rows of the keys of all sequences, to be gathered; None if keys and queries have the same rows."""
+    """int64 [N]: key rows to gather for all sequences, or None if keys and queries have the same rows."""
 
 
 def make_runs(queries: list[int], keys: list[list[tuple[int, int]]] | None = None) -> Runs:
-    """Build the Runs of sequences with these numbers of queries, in host memory.
+    """Build the `Runs` for sequences with the given numbers of queries, in host memory.
 
-    keys: for each sequence, the spans (first row, number of rows) of its keys. None: the keys of each sequence have the
-    same rows as its queries.
+    keys: key spans (first row, number of rows) of each sequence, or None if keys have the same rows as queries.
     """
     if keys is None:
         ends, longest = _ends(queries), max(queries)
@@ -78,14 +77,14 @@ def _ends(lengths: list[int]) -> torch.Tensor:
 def installed() -> frozenset[str]:
     """Return the kernels that this process can call on a GPU."""
     found = {"flash"} if _flash_loads() else set()
-    # A build of torch may lack the kernel. ROCm has a different kernel, which this project has not tested.
+    # Some builds of torch lack the kernel. ROCm has a different kernel, which this project has not tested.
     if torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None:
         found.add("varlen")
     return frozenset(found)
 
 
 def _flash_loads() -> bool:
-    """Return True if flash-attn can be imported; log a warning if it is installed but the import fails."""
+    """Return True if flash-attn can be imported; log a warning if it is installed but fails to import."""
     if not find_spec("flash_attn"):
         return False
     try:
@@ -102,24 +101,24 @@ def _capability(device: torch.device) -> int:
 
 
 def needs_of(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> Needs:
-    """Return the `Needs` of a layer with these queries [..., d] and values [..., e]."""
+    """Return the `Needs` of a layer with the given queries [..., d] and values [..., e]."""
     return Needs(_capability(q.device), q.dtype, max(q.shape[-1], v.shape[-1]), bool(softcap))
 
 
 def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Needs:
-    """Return a model's `Needs`, without `sink_and_window`, from its HF config.
+    """Return the `Needs` of a model from its HF config, without `sink_and_window`.
 
-    dtype: the dtype in which the forward computes.
+    dtype: dtype of the forward pass.
     """
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # A key of latent attention has a part without and a part with a rotary embedding; its width is the sum of both.
+    # Keys in latent attention have a part with and a part without rotary embeddings; add up their dimensions.
     width = max(width, getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0))
     return Needs(_capability(device), dtype, width, bool(getattr(text, "attn_logit_softcapping", None)))
 
 
 def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
-    """Return why a kernel cannot compute a layer; "" if it can. there: the installed kernels (`installed`)."""
+    """Return why a kernel does not support a layer, or "" if it does. there: installed kernels (`installed`)."""
     if needs.capability < 8:
         return "it needs an NVIDIA GPU of the Ampere generation or later"
     if kernel not in there:
@@ -136,10 +135,10 @@ def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
 
 
 def pick(kind: str, needs: Needs, there: frozenset[str]) -> str:
-    """Choose the implementation for one layer: a kernel of `KERNELS`, `padded` or `eager`. kind: `--policy.attention`.
+    """Choose an implementation for a layer: a kernel in `KERNELS`, `padded` or `eager`. kind: `--policy.attention`.
 
     Raises:
-        ConfigError: the kernel in the settings cannot compute the layer.
+        ConfigError: the kernel in the settings does not support the layer.
     """
     if kind == "auto":
         return next((kernel for kernel in KERNELS if not lacking(kernel, needs, there)), "padded")
@@ -159,10 +158,9 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention inside each sequence of `runs`: [Q, H, e].
+    """Compute causal attention within each sequence of `runs`: [Q, H, e].
 
-    window: number of keys to which a query attends: its token's key and the ones directly before it. None: a query
-    attends to all keys up to that of its token.
+    window: number of keys that a query attends to, including its own token's key; None for full causal attention.
     """
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
@@ -179,8 +177,8 @@ def attend(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        # The kernel is causal because of its window argument. Versions of torch without the argument `enable_gqa`
-        # support grouped heads by default.
+        # The window argument makes the kernel causal. Versions of torch without `enable_gqa` support grouped heads by
+        # default.
         known = inspect.signature(varlen_attn).parameters
         grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
         out: Any = varlen_attn(*pack, scale=scale, window_size=sizes, **grouped)
@@ -188,6 +186,6 @@ def attend(
 
 
 def _fit(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad the channels of heads with zeros to `width`, which kernels support, and make them contiguous."""
+    """Zero-pad the head dimension to `width`, which kernels support, and make the tensor contiguous."""
     x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Writes and reads the weights, adapters and optimizer state of a policy on FSDP2."""
+"""Saves and loads weights, adapters and optimizer state of an FSDP2 policy."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def saving(policy: Any, copy: bool = False) -> Write:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    # Everything that needs collectives over the policy's groups is computed now, because the returned function may run
+    # Run everything that needs collectives over the policy's process groups now, because the returned function may run
     # while training uses these groups.
     pieces, fixed = policy.pieces(), policy.fixed
     adapter, settings, base = None, policy.adapters, {}
@@ -49,9 +49,9 @@ def saving(policy: Any, copy: bool = False) -> Write:
 
 
 def _base_facts(policy: Any) -> dict:
-    """Return path and checksum of the base weights, by which a load checks that adapters fit them. Collective."""
-    # The checksum is the sum of the bit patterns of all elements modulo 2**64. It does not depend on the sharding,
-    # because the sums of the shards add up to it.
+    """Return path and checksum of the base weights, to validate adapters at load time. Collective."""
+    # The checksum is the sum of all elements' bit patterns modulo 2**64. It does not depend on the sharding, because
+    # the sums over shards add up.
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [local(p).view(width[p.element_size()]).sum(dtype=torch.int64) for _, p in policy.parts()[0]]
     total = all_reduce(torch.stack(sums).sum(), "sum", policy.world.shard_group)
@@ -74,7 +74,7 @@ def load(policy: Any, folder: Path) -> None:
     elif has_masters(saved, base, where):
         state[MASTERS] = {name: p.detach() for name, p in base}
         base = []
-    # A model that trains reads float32 weights only, because 16-bit weights were rounded from its master weights.
+    # A trained model only loads float32 weights, because 16-bit weights are rounded copies of its master weights.
     read_into(base + policy.buffers, folder / "model", policy.layout, torch.float32 if policy.optimizer else None)
     if policy.optimizer is None:
         return

@@ -1,4 +1,4 @@
-"""Changes how the layers of a HF model compute, before it is sharded: recomputation, Liger's kernels, compilation."""
+"""Configures HF decoder layers before sharding: activation checkpointing, Liger kernels, compilation."""
 
 import importlib.util
 import logging
@@ -16,27 +16,26 @@ from spmdrl.policy.mixers.layers import mixes
 
 log = logging.getLogger("spmdrl")
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Model types for which `--policy.liger auto` uses Liger's kernels. Each of their layers has attention and an MLP, with
-RMSNorm, rotary embedding and SwiGLU."""
+"""Model types for which `--policy.liger auto` uses Liger kernels. Their layers consist of attention and an MLP, with
+RMSNorm, rotary embeddings and SwiGLU."""
 
 
 def recompute(hf: Any) -> None:
-    """Recompute the forward of each decoder layer in its backward instead of storing its activations.
+    """Enable activation checkpointing for each decoder layer.
 
-    transformers' own activation checkpointing is not used: it needs training mode, which would also enable dropout.
+    transformers' own activation checkpointing is not used, because it requires training mode, which enables dropout.
     """
     for layer in decoder_layers(hf):
-        # The states of random generators need not be restored, because no layer draws random numbers in eval mode.
+        # RNG states need not be restored, because no layer draws random numbers in eval mode.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=again
         )
 
 
 def use_liger(hf: Any, choice: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Replace a model's norms, activations and rotary embeddings by Liger's kernels (https://arxiv.org/abs/2410.10989).
+    """Use Liger kernels for norms, activations and rotary embeddings (https://arxiv.org/abs/2410.10989).
 
-    choice: the value of `--policy.liger`. dtype: the dtype in which the forward computes. On the meta device nothing
-    changes.
+    choice: the value of `--policy.liger`. dtype: dtype of the forward pass. No-op on the meta device.
 
     Raises:
         ValueError: the choice is `on`, and the device is not a GPU or Liger has no kernels for the model type.
@@ -55,20 +54,20 @@ def use_liger(hf: Any, choice: str, device: torch.device, dtype: torch.dtype) ->
     if kind not in known:
         fits = ", ".join(sorted(known))
         raise ValueError(f"--policy.liger on: Liger has no kernels for {kind}; it has some for {fits}")
-    # Liger's losses are not used, because the head computes the run's loss chunk by chunk.
+    # Liger's losses are not used, because the head computes the loss in chunks itself.
     apply = partial(monkey_patch._apply_liger_kernel_to_instance, cross_entropy=False, fused_linear_cross_entropy=False)
     remember(hf, partial(apply, model=hf))
     log.info("%s: Liger's kernels compute norms, activations and rotary embeddings", kind)
 
 
 def compile_layers(hf: Any, backend: str = "inductor") -> None:
-    """Compile the forward of each decoder layer in two parts, before and after its attention, by `torch.compile`.
+    """Compile each decoder layer with `torch.compile` in two parts, before and after attention.
 
-    The attention of packs is left out, because its code depends on the lengths of sequences. Layers of the same kind
-    share their compiled code, which takes any number of tokens. backend: a backend of `torch.compile`.
+    Packed attention is not compiled, because it depends on the sequence lengths. Layers of the same kind share compiled
+    code, which works for any number of tokens. backend: a backend of `torch.compile`.
 
     Raises:
-        ValueError: the model has experts or recurrent layers, or torch does not compile in this process.
+        ValueError: the model has experts or recurrent layers, or torch.compile does not work in this process.
     """
     import torch._dynamo
 

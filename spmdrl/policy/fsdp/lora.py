@@ -1,10 +1,10 @@
 """Low-rank adapters on a policy (LoRA, https://arxiv.org/abs/2106.09685): W + (alpha / r) B A with W frozen.
 
-PEFT adds the adapters to the HF model; only the adapters have gradients and moments. By default, `pieces()` returns the
-complete model with the adapters merged in, so engines need no support for adapters. A reference with the policy's path
-is the same model without adapters, unless it is on scoring ranks. PEFT can load the adapters of a checkpoint.
+PEFT adds the adapters to the HF model; only they have gradients and optimizer state. By default, `pieces()` returns the
+full model with adapters merged in, so engines need no LoRA support. A reference model with the policy's path is the
+same model with adapters disabled, unless it runs on scoring ranks. Adapters in checkpoints can be loaded by PEFT.
 
-Shapes: r rank, D input width of a layer, O output width of a layer.
+Shapes: r LoRA rank, D input size of a layer, O output size of a layer.
 """
 
 import json
@@ -24,11 +24,11 @@ from spmdrl.weights.shards import local, shard_box, shard_rows
 
 FILE, BASE = "adapter_model.safetensors", "base.json"
 Named = list[tuple[str, Any]]
-"""Pairs of the name and the shard of a parameter, as `FsdpPolicy.named_weights` returns them."""
+"""(name, shard) pairs of parameters, as `FsdpPolicy.named_weights` returns them."""
 
 
 class BaseOf:
-    """The frozen base model of a policy with adapters, as a `Policy`; it uses the weights of the policy in memory."""
+    """The frozen base model of a policy with adapters, as a `Policy` that shares the policy's weights in memory."""
 
     version = updates_done = updates_due = 0
 
@@ -39,12 +39,12 @@ class BaseOf:
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implements `Policy.logprobs` without the adapters."""
+        """Implements `Policy.logprobs` with adapters disabled."""
         with self.policy.base():
             return self.policy.logprobs(batch, temperature, second)
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
-        """Implements `Policy.read` without the adapters."""
+        """Implements `Policy.read` with adapters disabled."""
         with self.policy.base():
             return self.policy.read(batch, temperature, function)
 
@@ -53,35 +53,35 @@ class BaseOf:
         return self.policy.output_head()
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Implements `Policy.bytes_by_owner`; the result is empty, because the policy counts these weights."""
+        """Implements `Policy.bytes_by_owner`; returns nothing, because the policy counts these weights."""
         return {}
 
     def offload(self, place: str, parameters: bool = True) -> None:
-        """Implements `Policy.offload` by doing nothing, because these weights move with the policy."""
+        """Implements `Policy.offload` as a no-op, because the weights are offloaded with the policy."""
 
     def onload(self) -> None:
-        """Implements `Policy.onload` by doing nothing."""
+        """Implements `Policy.onload` as a no-op."""
 
 
 # ── pieces ───────────────────────────────────────────────────────────────────
 
 
 class Merged(Piece):
-    """A part of W + (alpha / r) B A, computed at each access: sending weights needs memory for only one bucket."""
+    """A slice of W + (alpha / r) B A, computed at each access, so sending weights only needs memory for one bucket."""
 
     def __init__(self, slot: Slot, weight: torch.Tensor, b_Or: torch.Tensor, a_rD: torch.Tensor):
-        """slot: the range of the weight to compute. weight, b_Or: this rank's rows of W and of (alpha / r) B."""
+        """slot: the slice of the weight to compute. weight, b_Or: this rank's rows of W and of (alpha / r) B."""
         self.name, self.shape, self.box, self.exact = slot.name, slot.shape, slot.box, False
         self.index, self.weight, self.b_Or, self.a_rD = slot.index, weight, b_Or, a_rD
 
     @property
     def tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The merged values, in the adapters' type."""
+        """The merged values, in the adapters' dtype."""
         return (self.weight.to(self.b_Or.dtype) + self.b_Or @ self.a_rD)[self.index]
 
 
 def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
-    """Return name -> complete tensor of parameters sharded in dimension 0. Collective over the sharding ranks."""
+    """All-gather parameters sharded in dimension 0; return name -> full tensor. Collective over the sharding ranks."""
     shards = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     if not named:
         return {}
@@ -97,10 +97,10 @@ def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
 
 
 def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, world: World) -> list[Piece]:
-    """Return this rank's rows of each weight of the model, with the adapters merged in, as pieces. Collective.
+    """Return this rank's rows of every model weight, with adapters merged in, as pieces. Collective.
 
     Raises:
-        ValueError: an adapter belongs to a parameter that is not a linear layer's weight, so it cannot be merged.
+        ValueError: an adapter cannot be merged because its parameter is not the weight of a linear layer.
     """
     apart = {name for name, _ in adapters} - {n for name, _ in base if name.endswith(".weight") for n in partner(name)}
     if apart:
@@ -121,7 +121,7 @@ def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, wo
 
 
 def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]:
-    """Return the pieces A and (alpha / r) B of every layer, so that an engine need not know alpha."""
+    """Return A and (alpha / r) B of every layer as pieces, so that engines need not know alpha."""
     return [
         Piece(slot.name, slot.shape, slot.box, (local(p) * scale if ".lora_B." in name else local(p))[slot.index])
         for name, p in adapters
@@ -133,7 +133,7 @@ def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]
 
 
 def file_pieces(adapters: Named) -> list[Piece]:
-    """Return A and B of every layer, unscaled, as pieces with the names in PEFT's files."""
+    """Return A and B of every layer, unscaled, as pieces under PEFT's checkpoint names."""
     return [
         Piece(PREFIX + name, tuple(p.shape), box, local(p))
         for name, p in adapters
@@ -142,7 +142,7 @@ def file_pieces(adapters: Named) -> list[Piece]:
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], base: dict) -> None:
-    """Write a folder that `PeftModel.from_pretrained(model, folder)` reads. base: path and checksum of the model."""
+    """Write a folder for `PeftModel.from_pretrained(model, folder)`. base: path and checksum of the base model."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -150,7 +150,7 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
     save_file(saved, folder / FILE, metadata={"format": "pt"})
     config.base_model_name_or_path = base["path"]
     if isinstance(config.target_modules, set):
-        # A set has no fixed order; the list is sorted, so that two runs of one command write the same file.
+        # Sets have no fixed order. Sort, so that two runs of the same command write identical files.
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
     (folder / BASE).write_text(json.dumps(base))
@@ -158,10 +158,10 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
 
 @torch.no_grad()
 def read_adapter(adapters: Named, folder: Path, config: Any, base: dict) -> None:
-    """Fill this rank's shards of the adapters from a folder that `write_adapter` wrote.
+    """Load this rank's adapter shards from a folder written by `write_adapter`.
 
     Raises:
-        ValueError: the folder is missing, or its adapters have other settings or were trained on other weights.
+        ValueError: the folder is missing, or its adapters have a different config or were trained on different weights.
     """
     from safetensors import safe_open
 

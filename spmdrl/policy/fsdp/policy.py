@@ -1,9 +1,9 @@
-"""Trains and scores any HF transformer under FSDP2 or HSDP, over packed sequences, with float32 master weights.
+"""Trains and runs any HF transformer under FSDP2 or HSDP, with packed sequences and float32 master weights.
 
-With this backend, all models of a run use this class: the policy, its reference, a critic, a reward model. They differ
-in their head and in whether they train.
+With this backend, all models of a run use this class: policy, reference model, critic, reward model. They only differ
+in their head and in whether they are trained.
 
-A micro-batch's loss is a sum divided by counts over all ranks and micro-batches, and gradients are summed (not
+The loss of a micro-batch is a sum, normalised by counts over all ranks and micro-batches, and gradients are summed (not
 averaged) over ranks. So the result does not depend on packing or on the number of ranks (law 2).
 """
 
@@ -51,33 +51,33 @@ class FsdpPolicy(Learner):
     can_share = True
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """Implements `Learner.build`; the model is sharded before its weights exist, so a rank stores only shards."""
+        """Implements `Learner.build`; the model is sharded before its weights are allocated."""
         cfg, head = self.cfg, self.head
         check_model(self.folder, cfg.model.trust_remote_code, self.world.sp_size)
         if average:
-            # Each step changes the average only slightly. In 16 bits, rounding could undo the change, so the average is
-            # stored in the master type, in checkpoints too.
+            # Each step only changes the average slightly. In 16-bit dtypes, rounding could undo the change, so the
+            # average is stored in the master dtype, in checkpoints too.
             self.stored = self.master
         hf = self._hf_model(path, self.master if trainable and not adapt else self.stored, trainable)
         self.routers = Routers(hf) if routing_replay else None
-        # This attribute holds PEFT's settings of the adapters; None without adapters.
+        # The PEFT adapter configs, or None if there are no adapters.
         self.adapters: Any = attach(hf, cfg.lora, cfg.run.seed, self.master) if adapt else None
         use_host_linear(hf)
         if cfg.policy.activation_checkpointing != "none" and trainable:
             recompute(hf)
         self.share = cfg.policy.share_prompts and head not in SCORES
         trained = is_adapter if adapt and trainable else (lambda name: trainable)
-        # The type is Any, because fully_shard adds methods and replaces parameters by DTensors.
+        # Typed as Any, because fully_shard adds methods and replaces parameters with DTensors.
         self.model: Any
         self.model, self.gather = sharded(hf, cfg, self.world, head, self.compute, self.share, trained)
         if hf.config.get_text_config()._attn_implementation != packed.NAME:
             self.run_as("apart")
         fill_model(self.model, self.folder, self.world.device, self.new_head, cfg.run.seed, self.blocks)
-        # FSDP does not shard persistent buffers, such as routing biases: each is complete on every rank.
+        # FSDP does not shard persistent buffers such as routing biases: every rank has the full buffer.
         persistent = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in persistent]
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
-        # Keep the sharded parameters, because the model has plain tensors in their place while its root is gathered.
+        # Keep references to the sharded parameters, because the model holds plain tensors while its root is gathered.
         self.shards: list[Any] = list(self.model.parameters())
         self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
 
@@ -89,11 +89,11 @@ class FsdpPolicy(Learner):
         keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
         self.untrained = prediction_heads(self.folder, hf.config) if keep else None
         compiles = cfg.policy.compile_layers
-        # The compiler itself fuses what Liger's kernels fuse.
+        # The compiler already fuses what Liger's kernels fuse.
         use_liger(hf, "off" if compiles else cfg.policy.liger, self.world.device, self.compute)
         if compiles and self.world.device.type != "meta":
             compile_layers(hf)
-        # A reward model may start from a language model, whose folder has no head for scores. The folder of a
+        # A reward model can be initialised from a language model, whose folder has no score head. The folder of a
         # classifier must include the head.
         generates = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
         self.new_head = head == "value" or (head in SCORES and trainable and generates)
@@ -104,23 +104,23 @@ class FsdpPolicy(Learner):
 
     @property
     def form(self) -> Form:
-        """The `heads.Form` in which the sequences of a micro-batch run."""
+        """The `heads.Form` in which micro-batches are run."""
         return self.model.form
 
     def run_as(self, form: Form, attention: str = "") -> None:
-        """Set the form in which the sequences of a micro-batch run, from the next forward on.
+        """Set the form in which micro-batches are run, starting with the next forward pass.
 
-        attention: transformers' attention implementation for the form `apart`; empty means `own_attention`.
+        attention: transformers' attention implementation for the form `apart`; empty for `own_attention`.
         """
         self.model.form, self.share = form, form == "tree"
         apart = attention or own_attention(self.model.hf)
         use_attention(self.model.hf, apart if form == "apart" else packed.NAME)
 
     def plan(self, batch: Batch) -> ForwardPlan:
-        """Return the plan of a micro-batch's forward, which an earlier pass may have made.
+        """Return the forward plan of a micro-batch, reusing the plan of an earlier pass if there is one.
 
         Raises:
-            ValueError: the batch has token ids that the model does not know.
+            ValueError: the batch has token ids outside of the model's vocabulary.
         """
         tokens_T, mask_T, model = batch.token["tokens"], batch.token["mask"], self.model
         check_ids(tokens_T, model.vocabulary)
@@ -134,9 +134,9 @@ class FsdpPolicy(Learner):
         return kept_plan(batch, (model.form, model.before, routers is None, model.shares(batch.lengths)), make)
 
     def _forwards(self, micros: list[Batch]) -> list[int]:
-        """Return the number of forwards of each micro-batch in the form `apart`, zeros in other forms. Collective.
+        """Return the number of forward passes per micro-batch in the form `apart`, zeros in other forms. Collective.
 
-        In this form each sequence is one forward, which all-gathers shards, so all ranks must run the same number.
+        In this form, every sequence is a separate pass that all-gathers shards, so all ranks must run the same number.
         """
         if self.form != "apart" or not micros:
             return [0] * len(micros)
@@ -151,9 +151,9 @@ class FsdpPolicy(Learner):
         second: Second = "entropy",
         token_loss: TokenLoss | HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the head's tensors. A rank without sequences runs a dummy batch, because other ranks need its shards.
+        """Return the head's tensors. Ranks without sequences run a dummy batch, because other ranks need their shards.
 
-        forwards: number of forwards in the form `apart`.
+        forwards: number of forward passes in the form `apart`.
         """
         assert not self.away, "offloaded: memory.training_phase brings it back"
         tick()
@@ -163,15 +163,15 @@ class FsdpPolicy(Learner):
             more["forwards"] = forwards
         if real and "noise" in batch.token:
             more["noise"] = to_device((batch.token["noise"], batch.token["noise_scale"]), self.world.device)
-        # Real and dummy batches run in the same line, because the lockstep recorder compares the line numbers of ranks.
+        # Run real and dummy batches on the same line, because the lockstep recorder compares line numbers across ranks.
         found = self.model(self.plan(batch if real else stand_in()), temperature, second, **more)
-        # The products are empty, but they keep the graph of the dummy batch, so that FSDP's backward runs.
+        # The products are empty, but they keep the dummy batch in the graph, so that FSDP's backward runs.
         return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
 
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: HeadFunction | None = None
     ) -> Iterator[tuple]:
-        """Implements `Learner.numbers`; weights that the pass gathered are freed at its end."""
+        """Implements `Learner.numbers`; gathered weights are freed at the end."""
         try:
             for micro, forwards in zip(micros, self._forwards(micros), strict=True):
                 yield self._forward(micro, forwards, temperature, second, function)
@@ -187,7 +187,7 @@ class FsdpPolicy(Learner):
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """Run the model without its adapters and without routing replay inside this context."""
+        """Disable adapters and routing replay inside this context."""
         routers, self.routers = self.routers, None
         try:
             with without_adapters(self.model):
@@ -198,9 +198,9 @@ class FsdpPolicy(Learner):
     # ── update ───────────────────────────────────────────────────────────────
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Implements `Learner.gradient`; `reduce_gradients` in the settings says when gradients are summed over ranks.
+        """Implements `Learner.gradient`; `reduce_gradients` in the settings controls when gradients are reduced.
 
-        Gradients are summed over the replicas of a sharded model (HSDP) after the last micro-batch only.
+        Across HSDP replicas, gradients are only reduced after the last micro-batch.
         """
         metrics, each = Metrics(), self.cfg.policy.reduce_gradients == "each"
         scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -209,24 +209,24 @@ class FsdpPolicy(Learner):
             self.model.set_requires_gradient_sync(each or last)
             self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(each or last)
-            # Weights outside of the layers are kept until the last backward in any case.
+            # Weights outside of the layers are always kept until the last backward.
             self.model.set_reshard_after_backward(last, recurse=self.gather != "layers")
             placed = for_losses(micro, self.world.device)
             token_loss = scaled(objective.token_loss(placed, shared) if len(micro) else None, scale)
             run = forwards, objective.temperature, objective.second, token_loss
             first_T, second_T, *chunked = self._forward(micro, *run)
-            # A chunked loss already has its gradient; the second computation of the loss is only for its statistics.
+            # A chunked loss already has its gradient; the loss is only computed again for the statistics.
             with torch.set_grad_enabled(not chunked):
                 result = objective.loss(placed, first_T, second_T, shared)
             (chunked[0] if chunked else result.loss * scale).backward()
             metrics.merge(result.stats)
         if scale != 1 and (gradients := self.gradients()):
-            # The division cannot underflow, because gradients have the type of master weights.
+            # This cannot underflow, because gradients have the dtype of the master weights.
             torch._foreach_mul_(gradients, 1 / scale)
         return metrics
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return this rank's shards of the gradients, without empty ones, in the order of the parameters."""
+        """Return this rank's non-empty gradient shards, in parameter order."""
         shards = [local(p.grad) for p in self.shards if p.grad is not None]
         return [shard for shard in shards if shard.numel()]
 
@@ -235,8 +235,8 @@ class FsdpPolicy(Learner):
         total, gradients = torch.zeros((), dtype=torch.float64, device=self.world.device), self.gradients()
         if gradients:
             squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square()
-            # On a CPU, the last element of `cumsum` is the sum in the order of the parameters; `sum` may add in another
-            # order. A GPU has no deterministic `cumsum`.
+            # On CPU, `cumsum` adds in parameter order, while `sum` may use another order. There is no deterministic
+            # `cumsum` on GPU.
             total = squares.cumsum(0)[-1] if squares.is_cpu else squares.sum()
         return math.sqrt(all_reduce(total, "sum", self.world.shard_group).item())
 
@@ -256,13 +256,13 @@ class FsdpPolicy(Learner):
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
     def named_weights(self) -> list[tuple[str, DTensor]]:
-        """Return (HF name, shard) of every parameter. Tied weights appear once, and adapters have PEFT's names."""
+        """Return (HF name, shard) for every parameter. Tied weights appear once, and adapters have PEFT names."""
         assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
         self.reshard()
         return [(plain_name(name.removeprefix("hf.")), p) for name, p in self.model.named_parameters()]
 
     def parts(self) -> tuple[list[tuple[str, DTensor]], list[tuple[str, DTensor]]]:
-        """Split `named_weights` into the model's own weights and its adapters."""
+        """Split `named_weights` into base weights and adapters."""
         named = self.named_weights()
         return [x for x in named if not is_adapter(x[0])], [x for x in named if is_adapter(x[0])]
 
@@ -287,7 +287,7 @@ class FsdpPolicy(Learner):
         }
 
     def reshard(self) -> None:
-        """Implements `Learner.reshard`: after a forward without a backward, FSDP may leave modules unsharded."""
+        """Implements `Learner.reshard`: FSDP can leave modules unsharded after a forward pass without backward."""
         for module in self.gathering:
             module.reshard()
 

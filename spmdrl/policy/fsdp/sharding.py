@@ -1,4 +1,4 @@
-"""Wraps a HF model for packed sequences, shards it by FSDP2 or HSDP, and lets each rank read its shards from files."""
+"""Wraps a HF model for packed sequences, shards it with FSDP2 or HSDP, and loads each rank's shards from files."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,27 +24,27 @@ from spmdrl.weights.sources import Sources
 
 
 def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, way: str, direct: bool) -> None:
-    """Apply fully_shard over `world.shard_mesh` to the model, and to each decoder layer unless the way is `whole`.
+    """Apply fully_shard over `world.shard_mesh` to the model, and to each decoder layer unless `way` is `whole`.
 
-    compute: the dtype in which the forward computes. way: the result of `way_to_gather`. direct: on gloo, send directly
-    between ranks (`spmd/gloo.py`) instead of around gloo's ring.
+    compute: dtype of the forward pass. way: the result of `way_to_gather`. direct: with gloo, send directly between
+    ranks (`spmd/gloo.py`) instead of using gloo's ring algorithm.
     """
-    # Take the dtype of a trainable parameter if one exists, because under LoRA only adapters have the master dtype.
+    # Use the dtype of a trainable parameter if there is one, because with LoRA only adapters have the master dtype.
     mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
     )
     for layer in decoder_layers(model.hf) if way != "whole" else ():
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=way == "layers")
-    # FSDP must not cast the root's inputs: they include the columns of a loss (old_logp, advantages, ...).
+    # FSDP must not cast the root inputs, which include the columns of a loss (old_logp, advantages, ...).
     fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
     for further in ("states", "plain", "off"):
         register_fsdp_forward_method(model, further)
     module: Any
     for module in model.modules():
-        # A single rank needs none of these settings, with which FSDP would divide a copy of the gradients by 1.
+        # Skip this on a single rank, where FSDP would only divide a copy of the gradients by 1.
         if hasattr(module, "set_gradient_divide_factor") and mesh.size() > 1:
-            # Gradients must be summed, not averaged, because the loss already includes the global denominators.
+            # Gradients must be summed, not averaged, because the loss is already normalised globally.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if direct and kind_of(world.device) == "cpu":
@@ -61,21 +61,20 @@ def sharded(
     share: bool,
     trained: Callable[[str], bool],
 ) -> tuple[Any, str]:
-    """Return a HF model with its head, sharded, and the way to gather it (`way_to_gather`). Collective.
+    """Return a sharded HF model with its head, and how to gather it (`way_to_gather`). Collective.
 
-    The model stays on its device, which may be the meta device. compute: the dtype in which the forward computes.
-    share: run a prompt once for all its samples. trained: function of a parameter's name that returns True if the
-    parameter trains and False if it is frozen.
+    The model stays on its device, which can be the meta device. compute: dtype of the forward pass. share: compute a
+    prompt once for all its samples. trained: predicate on parameter names that returns False for frozen parameters.
     """
     kind, sp = cfg.policy.attention, world.sp_group
     model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, sp, share, after=head in SCORES)
-    # Models train in eval mode too, in which dropout, LayerDrop and router jitter are off. The loss compares logp with
-    # that of the engine and of earlier passes, so a forward must not be random.
+    # Models are also trained in eval mode, which disables dropout, LayerDrop and router jitter. The loss compares logp
+    # with the engine's and with earlier passes, so the forward pass must be deterministic.
     model.eval()
     for name, p in model.named_parameters():
         p.requires_grad_(trained(name))
     way = way_to_gather(cfg.policy.gather, sum(p.numel() for p in model.parameters()) * compute.itemsize)
-    # The lockstep recorder sees collectives only, so ranks do not use direct sends while it is active.
+    # The lockstep recorder only sees collectives, so direct sends are disabled while it is active.
     _shard(model, world, compute, way, not cfg.run.lockstep_debug)
     return model, way
 
@@ -83,11 +82,11 @@ def sharded(
 # ── weights ──────────────────────────────────────────────────────────────────
 
 Names = dict[int, tuple[Any, list[str]]]
-"""id() of a tensor -> the tensor and its names in the HF model; a tied weight has several names."""
+"""id() of a tensor -> the tensor and its names in the HF model. Tied weights have several names."""
 
 
 def names_of(hf: Any) -> Names:
-    """Return the parameters and persistent buffers of a model, each with all of its names."""
+    """Return a model's parameters and persistent buffers, each with all of its names."""
     found: Names = {}
     persistent = hf.state_dict().keys()
     buffers = [(name, b) for name, b in hf.named_buffers(remove_duplicate=False) if name in persistent]
@@ -97,10 +96,10 @@ def names_of(hf: Any) -> Names:
 
 
 def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
-    """Check that a folder has all weights but adapters in the right shape. new_head: `score` may be missing.
+    """Check that a folder has all non-adapter weights in the right shapes. new_head: `score` may be missing.
 
     Raises:
-        ValueError: tensors are missing or have another shape, or fp8 weights lack scales.
+        ValueError: tensors are missing or have the wrong shape, or fp8 weights have no scales.
     """
     wrong = []
     for _, known in names.values():
@@ -123,16 +122,16 @@ def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
 def fill_model(
     model: Any, folder: Path, device: torch.device, new_head: bool, seed: int, blocks: tuple[int, int] | None = None
 ) -> None:
-    """Allocate a sharded model on this rank's device and read its weights from a HF folder.
+    """Allocate a sharded model on this rank's device and load its weights from a HF folder.
 
-    A rank reads only its shards, directly into its tensors. Adapters are not in the folder; they get initial values.
-    A head `score` that the folder lacks gets zeros.
+    Each rank only reads its own shards, directly into its tensors. Adapters are not in the folder and are initialised;
+    a `score` head that is missing from the folder is set to zero.
 
-    model: the result of `sharded`, with parameters on the meta device. new_head: whether the folder may lack the head
-    `score`. seed: the run's seed, for the initial values of adapters. blocks: the result of `fp8_blocks`.
+    model: the result of `sharded`, with parameters on the meta device. new_head: whether the folder may lack the
+    `score` head. seed: seed of the run, for initialising adapters. blocks: the result of `fp8_blocks`.
 
     Raises:
-        ValueError: the folder lacks a tensor, or has one of another shape, or different values for tied weights.
+        ValueError: a tensor is missing or has the wrong shape, or tied weights have different values.
     """
     names = names_of(model.hf)
     shapes = {n: tuple(t.shape) for t, known in names.values() for n in known if not is_adapter(n)}
@@ -157,7 +156,7 @@ def _fill(tensor: torch.Tensor, names: list[str], sources: Sources, seed: int) -
         return
     sources.copy(present[0], box, mine)
     for other in present[1:]:
-        # A folder may contain a tied weight under several names; the values must be the same.
+        # A folder can contain a tied weight under several names, with the same values.
         if any(sources.tensors.differs(name, box, mine) for name in sources.read_from(other)):
             raise ValueError(
                 f"{sources.tensors.folder}: config.json ties {other} to {present[0]}, but the folder has different "

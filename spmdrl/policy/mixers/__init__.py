@@ -1,5 +1,5 @@
-"""Runs the layers other than attention that mix tokens, over packed sequences and trees of shared prompts.
+"""Runs token-mixing layers other than attention over packed sequences and trees of shared prompts.
 
-layers.py  recurrent layers and short convolutions: the layout of a pack as rows, and a forward over these rows
-rotary.py  rotary embeddings whose frequencies depend on the length of a sequence
+layers.py  recurrent layers and short convolutions: the row layout of a packed batch, and the forward over rows
+rotary.py  rotary embeddings whose frequencies depend on the sequence length
 """

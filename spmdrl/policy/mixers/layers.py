@@ -1,14 +1,13 @@
-"""Runs recurrent layers and short convolutions of transformers over packs.
+"""Runs transformers' recurrent layers and short convolutions over packed batches.
 
-A layer's forward in transformers gets batches of rows instead of the pack. A row is one sequence, or a part of a
-sequence that starts from the last state of an earlier row; the state is passed as the layer's cache. Rows of similar
-length form a batch with padding at their ends, which does not affect earlier tokens. On a GPU the forward uses the
-kernels of flash-linear-attention, causal-conv1d and mamba-ssm if they are installed; in all other cases it is plain
-torch.
+Instead of the packed batch, the transformers layer gets batches of rows. A row is a sequence, or a part of a sequence
+that starts from the final state of an earlier row; states are passed as the layer's cache. Rows of similar length form
+a batch, padded on the right, where padding does not affect earlier tokens. On GPUs, layers use the kernels of
+flash-linear-attention, causal-conv1d and mamba-ssm if installed, and plain torch otherwise.
 
-In a tree (`data/tree.py`), a node with children is a separate row without padding, unless it is a single token, and
-passes its last state to its children. Some layers cannot start from a state. For them each row is a complete path from
-a root to a leaf, which is exact too, but costs as much as sequences without shared prompts.
+In a tree (`data/tree.py`), a node with children is a separate row without padding (unless it is a single token) and
+passes its final state to its children. For layers that cannot start from a state, each row is a complete path from root
+to leaf. This is also exact, but costs as much as running sequences without shared prompts.
 """
 
 import inspect
@@ -30,51 +29,50 @@ CARRIERS = (
     *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Zamba2MambaMixer"),
     "ShortConv",
 )
-"""Layers whose class name has one of these endings can start from a state: gated delta rules, Mamba-2, convolutions.
-
-Mamba-1 is in OTHERS, because in transformers it can start from a state only for a single token."""
+"""Class name suffixes of layers that can start from a state: gated delta rules, Mamba-2, convolutions. Mamba-1 is in
+OTHERS, because in transformers it can only start from a state for a single token."""
 OTHERS = ("LightningAttention", "MambaMixer", "RecurrentBlock")
-"""Layers whose class name has one of these endings cannot start from a state: MiniMax, Mamba-1, Griffin."""
+"""Class name suffixes of layers that cannot start from a state: MiniMax, Mamba-1, Griffin."""
 UNUSED = ("attention_mask", "cache_params", "past_key_values")
-"""Names of a layer's arguments that are set to None in a call over rows."""
+"""Layer arguments that are set to None when running over rows."""
 OF_PACKS = (*UNUSED, "packing", "seq_idx", "cu_seq_lens_q")
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────
 
 Span = tuple[int, int]
-"""Consecutive tokens of a pack: the index of the first token, and the number of tokens."""
+"""Consecutive packed tokens: index of the first token, and number of tokens."""
 
 
 @dataclass
 class RowClass:
-    """B rows, padded to L places (slots), that a layer computes in one batch."""
+    """B rows, padded to L slots, that a layer processes as one batch."""
 
     gather: torch.Tensor
-    """int64 [B * L]: index in the pack of the token in each slot; padding slots repeat the row's first token."""
+    """int64 [B * L]: packed index of the token in each slot; padding slots repeat the first token of the row."""
     sequences: int
-    """The number of rows, B."""
+    """Number of rows, B."""
     read: torch.Tensor
-    """int64 [n]: the slots whose outputs are used, because no earlier row provides the output for the same token."""
+    """int64 [n]: slots whose outputs are used, excluding tokens whose output an earlier row provides."""
     tokens: torch.Tensor
-    """int64 [n]: index in the pack of the token in each slot of `read`."""
+    """int64 [n]: packed index of the token in each slot in `read`."""
     starts: torch.Tensor | None
-    """int64 [B]: index, among all states passed on so far, of the state from which each row starts; None for zeros."""
+    """int64 [B]: index of each row's initial state among all states passed on so far, or None to start from zeros."""
     hands: bool
-    """True if the last states of the rows are passed on; they join those passed on so far in the order of the rows."""
+    """True if the final states of the rows are passed on; they are appended to the states passed on so far."""
 
 
 @dataclass
 class Rows:
-    """All rows of a pack, in an order in which a state is computed before the rows that start from it."""
+    """All rows of a packed batch, ordered so that each state is computed before the rows that start from it."""
 
     classes: list[RowClass]
     order: torch.Tensor
-    """int64 [T]: position of the output for each token in the concatenated outputs of the classes."""
+    """int64 [T]: index of each token's output in the concatenated outputs of all classes."""
 
 
 def rows_of(packing: Packing, hand: bool) -> Rows:
-    """Return the rows of a pack. hand: whether rows may start from states of other rows."""
+    """Return the rows of a packed batch. hand: whether rows may start from the states of other rows."""
     return packing.layout(("rows", hand), lambda: _plan(packing, hand))
 
 
@@ -82,8 +80,8 @@ def _plan(packing: Packing, hand: bool) -> Rows:
     """Compute `rows_of` in host memory."""
     own = [spans[-1] for spans in packing.spans]
     followed = set(packing.parents)
-    # For each node, `spans` has the spans of the row that ends with it. `source` has the node from whose state this row
-    # starts, or -1 for zeros, and `depth` the number of rows that must be computed before it, one after the other.
+    # For each node, `spans` holds the spans of the row that ends with it, `source` the node whose state this row starts
+    # from (-1 for zeros), and `depth` the number of rows that must be computed before it, one after the other.
     spans: list[list[Span]] = []
     source: list[int] = []
     handing: list[bool] = []
@@ -93,13 +91,13 @@ def _plan(packing: Packing, hand: bool) -> Rows:
         spans.append([own[node]] if takes or parent < 0 else [*spans[parent], own[node]])
         source.append(parent if takes else source[parent] if parent >= 0 else -1)
         depth.append(depth[source[node]] + 1 if source[node] >= 0 else 0)
-        # A row of a single token passes no state on, because transformers treats a single token after a state as a
+        # A single-token row passes no state on, because transformers treats a single token after a state as a
         # generation step.
         handing.append(hand and node in followed and sum(n for _, n in spans[node]) > 1)
     classes: list[RowClass] = []
     number: dict[int, int] = {}
     seen: set[Span] = set()
-    # Rows end at leaves, and at nodes that pass on their state. Any other node is computed in the row of its first
+    # Rows end at leaves and at nodes that pass their state on. All other nodes are computed in the row of their first
     # child.
     ends = [node for node in range(len(own)) if handing[node] or node not in followed]
     for level in range(max(depth) + 1):
@@ -118,8 +116,8 @@ def _plan(packing: Packing, hand: bool) -> Rows:
 def _row_class(rows: list[list[Span]], seen: set[Span], starts: list[int] | None, hands: bool) -> RowClass:
     """Return a batch of rows.
 
-    rows: the spans of each row. seen: spans whose outputs earlier rows provide; this function adds the spans of these
-    rows. starts, hands: as in `RowClass`.
+    rows: the spans of each row. seen: spans whose outputs are provided by earlier rows; updated in place. starts,
+    hands: as in `RowClass`.
     """
     tokens, fresh = [], []
     for spans in rows:
@@ -145,26 +143,26 @@ def _row_class(rows: list[list[Span]], seen: set[Span], starts: list[int] | None
 
 
 class State:
-    """Stands in for transformers' cache in one call of one layer; gradients can flow through its states."""
+    """Stands in for transformers' cache during one call of one layer, with differentiable states."""
 
     record_past = False
 
     def __init__(self, start: "dict[str, torch.Tensor] | None"):
-        """start: the states from which rows start; None for zeros.
+        """start: initial states of the rows, or None for zeros.
 
-        They are `conv` [B, C, k - 1], for C channels and a convolution over k tokens, and `recurrent` if the layer has
-        a recurrent state.
+        States are `conv` [B, C, k - 1] for C channels and kernel size k, and `recurrent` if the layer has a recurrent
+        state.
         """
         self.start, self.last = start, {}
 
     @property
     def layers(self) -> Any:
-        """The cache's entries for layers, by index; every index gives this object."""
+        """Cache entries by layer index; every index returns this object."""
         return defaultdict(lambda: self)
 
     @property
     def conv_states(self) -> list[torch.Tensor]:
-        """The states of the convolution, as in transformers' cache for one layer."""
+        """The convolution states, as in transformers' cache for one layer."""
         return [self.start["conv"]] if self.start else []
 
     @property
@@ -173,11 +171,11 @@ class State:
         return [self.start.get("recurrent")] if self.start else [None]
 
     def has_previous_state(self, *_, **__) -> bool:
-        """Return True if the rows of this call start from a state, False if they start from zeros."""
+        """Return True if rows start from a state, False if they start from zeros."""
         return self.start is not None
 
     def update_conv_state(self, x_BCL: torch.Tensor, *_, conv_kernel_size: int, **__) -> torch.Tensor:
-        """Return the k - 1 earlier inputs of a convolution, followed by its inputs x; store the last k - 1 of them."""
+        """Return the previous k - 1 convolution inputs concatenated with x; store the last k - 1 inputs."""
         k = conv_kernel_size
         before = self.start["conv"] if self.start else x_BCL.new_zeros(*x_BCL.shape[:2], k - 1)
         whole = torch.cat([before, x_BCL], -1)
@@ -185,18 +183,18 @@ class State:
         return whole
 
     def update_recurrent_state(self, state: torch.Tensor, *_, **__) -> torch.Tensor:
-        """Store the state after the last token of each row; return it."""
+        """Store and return the state after the last token of each row."""
         self.last["recurrent"] = state
         return state
 
 
 def mixes(module: nn.Module) -> bool:
-    """Return True for a recurrent or convolutional layer, which mixes tokens without attention."""
+    """Return True for recurrent and convolutional layers, which mix tokens without attention."""
     return type(module).__name__.endswith((*CARRIERS, *OTHERS))
 
 
 def install(hf: nn.Module) -> None:
-    """Make the layers of a HF model run over packs while a packing is `active`; without one they run unchanged."""
+    """Make the layers of a HF model run over packed batches whenever a packing is `active`."""
     for module in hf.modules():
         if mixes(module) and getattr(module.forward, "func", None) is not _forward:
             module.forward = partial(_forward, module, module.forward)
@@ -222,7 +220,7 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
     outputs, other = [], None
     for row_class in rows.classes:
         call = {name: _lay_out(value, row_class, packing) for name, value in given.items() if name not in OF_PACKS}
-        # Padding is at the end of rows, where it affects no token, so the layer needs no mask.
+        # Rows are padded on the right, where padding affects no token, so the layer needs no mask.
         call |= {name: None for name in UNUSED if name in given}
         at, start = row_class.starts, None
         if at is not None:
@@ -242,9 +240,10 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
 
 @contextmanager
 def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterator[None]:
-    """Limit Mamba-2's chunk size on a CPU to about the length of the rows, inside this context.
+    """Limit Mamba-2's chunk size on CPU to about the row length, inside this context.
 
-    In plain torch, the cost of a chunk is quadratic in its size, padding included. The size changes only rounding.
+    In plain torch, the cost of a chunk is quadratic in its size, including padding. The chunk size only affects
+    rounding.
     """
     size = getattr(module, "chunk_size", None)
     if size is None or kind_of(device) != "cpu":
@@ -258,7 +257,7 @@ def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterato
 
 
 def _lay_out(value: Any, rows: RowClass, packing: Packing) -> Any:
-    """Arrange a tensor of tokens as rows, [1, T, ...] -> [B, L, ...]; return any other value unchanged."""
+    """Rearrange a token tensor into rows, [1, T, ...] -> [B, L, ...]; return any other value unchanged."""
     if isinstance(value, tuple):
         return tuple(_lay_out(part, rows, packing) for part in value)
     if torch.is_tensor(value) and value.dim() > 1 and value.shape[:2] == (1, packing.part.tokens):

@@ -1,9 +1,9 @@
-"""Runs, over packs, those rotary embeddings whose frequencies depend on the length of a sequence.
+"""Runs rotary embeddings with length-dependent frequencies over packed batches.
 
-transformers chooses frequencies once per forward, by the largest position in the forward. `longrope` has one set of
-frequencies up to the original length and another set beyond it; those of `dynamic` change with the length. Here each
-sequence of a pack gets the frequencies that it would have alone. Sequences with different frequencies cannot share a
-prefix, because they would have different states for the same prefix.
+transformers picks the frequencies once per forward pass, based on the largest position. `longrope` has one set of
+frequencies up to the original context length and another one beyond it; `dynamic` recomputes frequencies for every
+length. Here, each sequence in a packed batch gets the frequencies that it would get on its own. Sequences with
+different frequencies cannot share a prefix, because its hidden states would differ.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ from spmdrl.policy.attention.packing import Packing, active
 
 @dataclass(frozen=True)
 class Moving:
-    """How the frequencies of a rotary embedding depend on the length of a sequence."""
+    """How the frequencies of a rotary embedding depend on the sequence length."""
 
     limit: int
-    """Largest length, in tokens, of a sequence with the original frequencies."""
+    """Maximum sequence length in tokens that uses the original frequencies."""
     grows: bool
-    """True if every length above `limit` has other frequencies; False if all lengths above it have the same ones."""
+    """True if every length above `limit` has its own frequencies, False if all of them share one set."""
 
     def mark(self, length: int) -> int:
-        """Return a number that is the same for all lengths with the same frequencies."""
+        """Return a number that identifies the set of frequencies for this length."""
         return 0 if length <= self.limit else length if self.grows else 1
 
 
 def install(hf: nn.Module) -> list[Moving]:
-    """Make the rotary embeddings of a HF model run over packs while a packing is `active`.
+    """Make the rotary embeddings of a HF model run over packed batches while a packing is `active`.
 
-    Return those whose frequencies depend on the length.
+    Returns the embeddings whose frequencies depend on the length.
     """
     out = []
     for module in hf.modules():
@@ -47,12 +47,12 @@ def install(hf: nn.Module) -> list[Moving]:
 
 
 def alike(moving: list[Moving], lengths: list[int]) -> bool:
-    """Return True if sequences of these lengths all have the same frequencies."""
+    """Return True if sequences with these lengths all use the same frequencies."""
     return all(len({rope.mark(length) for length in lengths}) == 1 for rope in moving)
 
 
 def _moving(module: Any) -> dict[str | None, Moving]:
-    """Return the length-dependent rotary embeddings of a module by type of layer; the key None means all layers."""
+    """Return a module's length-dependent rotary embeddings by layer type; the key None stands for all layers."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     out = {}
@@ -77,8 +77,7 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
     parts = []
     for tokens in groups:
         if rope.grows:
-            # The module keeps the frequencies of the longest sequence so far. A call with only position 0 restores the
-            # original frequencies.
+            # The module keeps the frequencies of the longest sequence so far. Call it with position 0 to reset them.
             forward(x, position_ids[..., :1] * 0, **more)
         parts.append(forward(x, position_ids if len(groups) == 1 else position_ids[..., tokens], **more))
     if len(parts) == 1:
@@ -87,12 +86,12 @@ def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, pos
 
 
 def _groups(rope: Moving, packing: Packing) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return groups of a pack's tokens, int64 [n] each, whose sequences have the same frequencies.
+    """Group packed tokens, int64 [n] per group, by sequences with the same frequencies.
 
-    Also return the position of each token in the concatenated groups, int64 [T]. All results are in host memory.
+    Also returns the index of each token in the concatenated groups, int64 [T]. All results are in host memory.
     """
     if packing.roots < len(packing.lengths):
-        # All sequences of a tree have the same frequencies (`alike`).
+        # All sequences in a tree have the same frequencies (`alike`).
         groups = [torch.arange(sum(packing.lengths))]
     else:
         marks = torch.tensor([rope.mark(n) for n in packing.lengths]).repeat_interleave(torch.tensor(packing.lengths))

@@ -1,11 +1,11 @@
-"""Implementations of `Objective` (`policy/contract.py`): the losses by which models train on a batch.
+"""Implementations of `Objective` (`policy/contract.py`): the training losses.
 
-tokens.py         the base class of objectives that average over tokens, and means for the log
-reinforcement.py  losses of a policy, a critic and an implicit process reward model
-algorithm.py      computes advantages over all ranks, and holds the settings of the policy's loss
+tokens.py         base class of objectives that average over tokens, and helpers for mean metrics
+reinforcement.py  losses of the policy, a critic and an implicit process reward model
+algorithm.py      computes advantages over all ranks and holds the settings of the policy loss
 likelihood.py     supervised fine-tuning
-pairs.py          preference losses of pairs of responses, and of single responses that are labelled good or bad
-scores.py         losses of a reward model on pairs and on labelled steps
-distillation.py   the columns that a teacher adds to a batch, and the divergence of the student from the teacher
-aligned.py        the distance from a teacher with another tokenizer
+pairs.py          preference losses on response pairs, and on single responses labelled good or bad
+scores.py         reward model losses on pairs and on labelled steps
+distillation.py   teacher columns of a batch, and the divergence between student and teacher
+aligned.py        distillation from a teacher with a different tokenizer
 """

@@ -1,7 +1,7 @@
-"""Combines functions of `algos/` into the algorithm of a run, for packed batches that are divided over ranks.
+"""Combines functions from `algos/` into the RL algorithm of a run, for packed batches sharded over ranks.
 
-Functions that select samples or normalize over them gather the columns that they need from all ranks, in the order of
-samples. So every rank computes the same numbers in every layout (law 2). A micro-batch's loss is only a sum.
+Functions that select samples or normalize over them first gather the needed columns from all ranks in sample order, so
+every rank computes the same numbers in every layout (law 2). The loss of a micro-batch is only a sum.
 """
 
 from collections.abc import Callable
@@ -24,41 +24,40 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass
 class Algorithm:
-    """The algorithm of a run: advantage estimator, loss, aggregation, KL, correction for the engine's logp."""
+    """The RL algorithm of a run: advantage estimator, loss, aggregation, KL, and rollout correction."""
 
     settings: AlgoConfig
-    """Settings of the terms that are added to the loss: KL, entropy bonus, likelihood of good responses."""
+    """Settings of additional loss terms: KL, entropy bonus, likelihood of good responses."""
     advantage: Callable
     advantage_settings: dict
     loss: Callable
     loss_settings: dict
     select: Callable | None
-    """Function that selects, from the complete batch, tokens that the loss treats differently; None to select none."""
+    """Function that selects tokens from the full batch that the loss treats differently, or None to select none."""
     separable: bool
     """True if the loss of a token does not depend on the logp of other tokens."""
     aggregation: str
     horizon: float
-    """Number of tokens by which the aggregation `seq-mean-token-sum-norm` divides: the length limit of responses."""
+    """Divisor of the aggregation `seq-mean-token-sum-norm`: the maximum response length in tokens."""
     old_logp: str
-    """The source of old logp. `update`: the forward of the update itself; `policy`: a forward before the update;
-    `rollout`: the engine."""
+    """Source of old logp. `update`: the forward pass of the update itself; `policy`: a separate forward pass before the
+    update; `rollout`: the engine."""
     correction: str
-    """Kind of the importance weights that correct for the engine's logp (`algos/correction.py`)."""
+    """Kind of importance weights for rollout correction (`algos/correction.py`)."""
     limits: CorrectionConfig
-    """Bounds on the importance weights, and bounds outside of which a sequence is not trained on."""
+    """Bounds on the importance weights, and bounds outside of which sequences are rejected."""
     mask_cut: bool
-    """True if responses that were cut at the length limit are not trained on; their rewards still count in the
-    statistics of their groups."""
+    """True to exclude truncated responses from training. Their rewards still count in group statistics."""
     staleness: int
-    """Maximum number of versions by which the engine's weights may be older than the policy's."""
+    """Maximum number of versions that the engine's weights can lag behind the policy's."""
     chunked: bool
-    """True if the head may compute a separable loss chunk by chunk."""
+    """True if the head may compute a separable loss in chunks."""
     skip_zero_advantage: bool
     needs: frozenset[str]
-    """Names of the inputs that a step needs in addition to samples: reference, critic, cost, cost_critic, process
-    (implicit models), scored steps (a process reward model), greedy, logp, collision, turns."""
+    """Names of the inputs that a step needs besides samples: reference, critic, cost, cost_critic, process (implicit
+    models), scored steps (a process reward model), greedy, logp, collision, turns."""
     state: dict[str, float] = field(default_factory=dict)
-    """Numbers that change during a run and are saved in checkpoints: kl_coef, multiplier, moments of the reward."""
+    """Mutable state that is saved in checkpoints: kl_coef, multiplier, reward moments."""
 
     def advantages(self, batch: Batch, peers: Peers) -> Batch:
         """Add `token["advantages"]` and `token["returns"]` to a batch that has `seq["shaped"]`. Collective."""
@@ -70,21 +69,21 @@ class Algorithm:
             advantages_T = lagrangian(advantages_T, cost_T, self.state["multiplier"])
         batch.token["advantages"] = advantages_T
         if self.mask_cut:
-            # Cut responses are masked after the advantages are computed, so that their rewards count in the statistics
-            # of their groups.
+            # Truncated responses are masked after the advantages are computed, so that their rewards count in group
+            # statistics.
             cut_B = batch.seq["finish"] == FINISH_REASONS.index("length")
             batch.token["sampled"] = batch.token["mask"]
             batch.token["mask"] = overlong_mask(batch.token["mask"], batch.seq_index, cut_B)
-        # The sum is over absolute values, because an episode whose advantages sum to 0 can still have a gradient.
+        # Sum absolute values, because an episode whose advantages sum to 0 can still have a gradient.
         batch.seq["advantage"] = batch.sum_episodes(advantages_T.abs())
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """Return the advantage estimator's input. Rewards of tokens include the KL penalty if `kl_in` is `reward`.
+        """Return the advantage estimator's input. Token rewards include the KL penalty if `kl_in` is `reward`.
 
-        outcome, values: names of the columns with the rewards of episodes and with a critic's values. An episode counts
-        as one sequence, which concatenates its paths. `token["turn_shaped"]` (`score.shape`) is the part of the reward
-        for individual turns before the end of an episode.
+        outcome, values: names of the columns with episode rewards and with critic values. An episode counts as one
+        sequence, the concatenation of its paths. `token["turn_shaped"]` (`score.shape`) is the part of the reward that
+        is given to individual turns before the end of an episode.
         """
         token, mask_T, seq_T, first_E = batch.token, batch.token["mask"], batch.episode_index, batch.firsts
         kl_T = None
@@ -108,36 +107,35 @@ class Algorithm:
         )
 
     def fresh_mask(self, batch: Batch, version: int) -> torch.Tensor:
-        """Return a mask, bool [T], of the tokens sampled with weights at most `--rollout.staleness` versions old.
+        """Return a mask, bool [T], of tokens sampled with weights at most `--rollout.staleness` versions old.
 
-        Tokens of carried-over or replayed responses may be older. version: the policy's version when the update starts.
+        Tokens of carried-over or replayed responses may be older. version: policy version at the start of the update.
         """
         return batch.token["version"] >= version - self.staleness
 
     @property
     def entropy_before(self) -> bool:
-        """True if a forward before the update measures the entropy of all tokens, even untrained ones."""
+        """True if a forward pass before the update measures the entropy of all tokens, including untrained ones."""
         return self.old_logp == "policy" and "collision" not in self.needs
 
 
 MOMENTS = ("reward_count", "reward_mean", "reward_m2")
-"""Keys in `Algorithm.state` of the reward's running count, mean and sum of squared deviations."""
+"""Keys in `Algorithm.state` for the running count, mean and sum of squared deviations of the reward."""
 OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process", "ends": "ends"}
-"""Field of `Samples` -> name of the token column with its values, which a batch may lack."""
+"""Field of `Samples` -> name of its token column, which a batch may lack."""
 
 
 def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Return the mean of x under the mask; nan for an empty mask, which has the weight 0 in a metric."""
+    """Return the masked mean of x, or nan for an empty mask, which has weight 0 in a metric."""
     return torch.where(mask_T, x_T, 0.0).sum() / mask_T.sum()
 
 
 def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, fresh_T, episodes: int | None = None) -> None:
-    """Add metrics of how much the trainer's logp at the start of an update differs from the engine's.
+    """Add metrics on the mismatch between the trainer's logp at the start of an update and the engine's logp.
 
-    The metrics `mismatch/*` cover all sampled tokens. The metrics `logp_diff/*`, which can stop a run, cover only the
-    tokens in `fresh_T`, because the logp of tokens that were sampled with older weights is expected to differ.
-
-    episodes: number of episodes; None to read it from seq_T, which waits for the device.
+    `mismatch/*` covers all sampled tokens. `logp_diff/*`, which can stop a run, only covers the tokens in `fresh_T`,
+    because logp is expected to differ for tokens that were sampled with older weights. episodes: number of episodes, or
+    None to read it from seq_T, which synchronises with the device.
     """
     for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T, episodes).items():
         metrics.add(name, value, weight)

@@ -1,8 +1,8 @@
-"""Trains a student to match, over spans of text, the distributions of a teacher with another tokenizer.
+"""Distillation from a teacher with a different tokenizer, which matches distributions over spans of text.
 
-A span of text has a base and factors. The base is the position at which the distributions are compared. The factors are
-the probabilities of the sampled tokens at the span's other positions. Teacher and student split a span differently into
-tokens, so each has its own base and factors. The batch has the teacher's numbers for a span at the student's base.
+A span of text has a base, the position where the distributions are compared, and factors, the probabilities of the
+sampled tokens at the other positions of the span. Teacher and student tokenize a span differently, so each has its own
+base and factors. The batch stores the teacher's values for a span at the student's base.
 """
 
 import torch
@@ -20,15 +20,15 @@ from spmdrl_kernels.linear import linear_logprob, wide
 TEACHER = "reference"
 LEAD, SHIFT = f"{TEACHER}/lead", f"{TEACHER}/shift"
 OUTSIDE = -(1 << 30)
-"""Value of the column `lead` for a token that is in no span."""
+"""Value of the column `lead` for tokens outside of all spans."""
 
 
 class AlignedObjective(DistillObjective):
-    """Averages the distance of the student from its teacher over the spans of an optimizer step.
+    """Averages the distance between student and teacher over the spans of an optimizer step.
 
-    It reads three columns. `lead`, int32 [T], is the offset in tokens from a token to the base of its span, so it is 0
-    at the base. At a base, `states` [T, E] is the teacher's hidden state, and `shift` [T] is the log of the product of
-    the teacher's factors.
+    It reads three columns. `lead`, int32 [T], is the offset in tokens from a token to the base of its span (0 at the
+    base). At a base, `states` [T, E] holds the teacher's hidden state, and `shift` [T] the log of the product of the
+    teacher's factors.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class AlignedObjective(DistillObjective):
         peers: Peers,
         group: dist.ProcessGroup | None,
     ):
-        """matched: as in `aligned_loss`. group: ranks that divide the tokens of a sequence; None for no division."""
+        """matched: as in `aligned_loss`. group: ranks that split a sequence, or None without splitting."""
         super().__init__(cfg, reader, {TEACHER: head}, temperature, peers)
         self.head, self.matched, self.group = head, matched, group
         self.states = reader.names(TEACHER)[0]
         self.columns = frozenset(f"token/{column}" for column in (LEAD, SHIFT, self.states))
 
     def trained_mask(self, batch: Batch) -> torch.Tensor:
-        """Implements `TokenObjective.trained_mask`: the mask of the base token of each span."""
+        """Implements `TokenObjective.trained_mask`: the mask selects the base token of each span."""
         return batch.token["mask"] & (batch.token[LEAD] == 0)
 
     def token_loss(self, micro: Batch, shared: Shared) -> HeadFunction:
-        """Implements `Objective.token_loss`; the result is collective over the ranks that divide a sequence."""
+        """Implements `Objective.token_loss`; the result is collective over ranks that split a sequence."""
         tokens_T, lead_T, states_TE, shift_T = (micro.token[c] for c in ("tokens", LEAD, self.states, SHIFT))
         weight_T, head, device = self.weights(micro, shared), self.head, micro.device
 
@@ -62,7 +62,7 @@ class AlignedObjective(DistillObjective):
             base = torch.nonzero(lead_n == 0).flatten()
             inside = torch.nonzero((lead_n != 0) & (lead_n != OUTSIDE)).flatten()
             factor_m, to_m = torch.zeros(0, dtype=dtype, device=device), (rows_n + lead_n)[inside]
-            # Tokens in spans need a logp with a gradient. Tokens outside of spans need only their entropy, for metrics.
+            # Tokens in spans need logp with gradient. Other tokens only need their entropy, for metrics.
             for some, needs_grad in (
                 (inside, torch.is_grad_enabled()),
                 (torch.nonzero(lead_n == OUTSIDE).flatten(), False),
@@ -75,8 +75,7 @@ class AlignedObjective(DistillObjective):
                 assert entropy_m is not None
                 entropy_n[some] = entropy_m.detach()
                 factor_m = logp_m if some is inside else factor_m
-            # The tokens of a span may be on two ranks that divide a sequence, so factors and gradients are summed over
-            # the group.
+            # The tokens of a span can be on two ranks of the group, so factors and gradients are summed over the group.
             own_T = torch.zeros(len(tokens_T), dtype=dtype, device=device).index_add_(0, to_m, factor_m.detach())
             own_T = all_reduce(own_T, "sum", self.group)
             rows = rows_n[base]
@@ -88,7 +87,7 @@ class AlignedObjective(DistillObjective):
                 softcap=softcap,
             )
             slope_T = all_reduce(torch.zeros_like(own_T).index_copy_(0, rows, slope), "sum", self.group)
-            # The added term is 0, and its gradient is the part of the loss's gradient that passes through the student's
+            # The added term is 0, and its gradient is the part of the loss gradient that flows through the student's
             # factors.
             total = total + (slope_T[to_m] * (factor_m - factor_m.detach())).sum()
             return total, (distance_n, entropy_n)

@@ -1,7 +1,7 @@
-"""Trains a student by the divergence of its distributions from a teacher's, over all tokens or the teacher's top k.
+"""Trains a student on the divergence from its teacher, over the full vocabulary or the teacher's top-k tokens.
 
-The teacher adds columns to a batch: its K likeliest tokens at each position, or its hidden states. From hidden states
-the student's ranks compute the teacher's logits chunk by chunk, so logits [T, V] never exist.
+The teacher adds columns to a batch: its top-k tokens at each position, or its hidden states. From hidden states, the
+student's ranks compute the teacher's logits in chunks, so the logits [T, V] are never materialised.
 """
 
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ from spmdrl_kernels.linear import wide
 
 @dataclass(frozen=True)
 class TargetReader:
-    """A `HeadFunction` that a teacher runs to compute the columns (targets) with which its student trains."""
+    """A `HeadFunction` with which a teacher computes the target columns that its student trains on."""
 
     top_k: int
-    """Number of the teacher's likeliest tokens in the targets at each position. 0: the targets are hidden states, from
-    which all logits are computed."""
+    """Number of top teacher tokens to store per position. 0 stores hidden states instead, from which all logits are
+    computed."""
     vocab: int
-    """Number of tokens in the vocabulary that student and teacher share."""
+    """Size of the vocabulary that student and teacher share."""
     dtype: torch.dtype
-    """Type in which the models compute, and in which hidden states are stored."""
+    """Compute dtype of the models and storage dtype of hidden states."""
 
     def names(self, teacher: str) -> tuple[str, ...]:
         """Return the names of the columns that a teacher adds to a batch."""
@@ -49,7 +49,7 @@ class TargetReader:
         return ids, torch.zeros(0, self.top_k, dtype=wide(like)), torch.zeros(0, dtype=wide(like))
 
     def __call__(self, states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[None, tuple[torch.Tensor, ...]]:
-        """Implements `HeadFunction`: return None for the loss, and the targets of n tokens."""
+        """Implements `HeadFunction`: return None for the loss, and the targets for n tokens."""
         if not self.top_k:
             return None, (states_nD,)
         found = top_logprobs(states_nD, weight_VD, self.top_k, divisor, softcap=softcap, valid_vocab=self.vocab)
@@ -57,13 +57,13 @@ class TargetReader:
 
 
 def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> TargetReader:
-    """Build the function that teachers run to compute the targets of their student.
+    """Build the function with which teachers compute the targets of their student.
 
-    section: section of the settings, for messages. paths: paths of student and teachers, in a form that `--model.path`
-    accepts. model: settings that apply to all models.
+    section: name of the settings section, for messages. paths: paths of student and teachers, in any form that
+    `--model.path` accepts. model: settings that apply to all models.
 
     Raises:
-        ValueError: top_k is not below the number of tokens that student and teachers share.
+        ValueError: top_k is not smaller than the vocabulary that student and teachers share.
     """
     trust = model.trust_remote_code
     configs = [read_config(resolve(path, trust), trust).get_text_config() for path in paths]
@@ -76,12 +76,12 @@ def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], m
 
 
 def share_name(teacher: str) -> str:
-    """Return the name of the column [B] with a teacher's weight in each sequence; the teachers' weights sum to 1."""
+    """Return the name of the column [B] with a teacher's weight per sequence; the weights of all teachers sum to 1."""
     return f"{teacher}/share"
 
 
 class DistillObjective(TokenObjective):
-    """Averages the divergence of the student from its teachers over the sampled tokens of an optimizer step."""
+    """Averages the divergence between student and teachers over the sampled tokens of an optimizer step."""
 
     def __init__(
         self,
@@ -91,24 +91,22 @@ class DistillObjective(TokenObjective):
         temperature: float,
         peers: Peers,
     ):
-        """teachers: name -> output head; None for a teacher with top-k targets. temperature: divides the logits of
-        student and teachers.
-        """
+        """teachers: name -> output head, or None for top-k targets. temperature: applied to all logits."""
         self.cfg, self.reader, self.teachers, self.peers = cfg, reader, teachers, peers
         self.temperature = temperature
         columns = {f"token/{column}" for name in teachers for column in reader.names(name)}
         self.columns = frozenset(columns | {f"seq/{share_name(name)}" for name in teachers})
 
     def add_teacher(self, batch: Batch, name: str, teacher: Policy) -> None:
-        """Add the columns of a teacher whose weight is 1 in all sequences. Collective."""
-        # The student may train with noise on embeddings. The teacher gets no noise, only tokens and mask.
+        """Add the columns of a teacher that has weight 1 in all sequences. Collective."""
+        # The student may train with embedding noise. The teacher only gets tokens and mask, and no noise.
         token = {column: batch.token[column] for column in ("tokens", "mask")}
         found = teacher.read(Batch(batch.lengths, token, batch.seq), self.temperature, self.reader) or self.reader.empty
         batch.token |= dict(zip(self.reader.names(name), found, strict=True))
         batch.seq[share_name(name)] = torch.ones(len(batch), dtype=torch.float64)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the two numbers of a token are its divergence and the student's entropy."""
+        """Implements `Objective.loss`; first_T is the divergence and second_T the entropy of the student."""
         metrics = Metrics()
         loss = (first_T.double() * self.weights(micro, shared)).sum()
         metrics.add_sum("loss", loss)
@@ -126,20 +124,19 @@ class DistillObjective(TokenObjective):
         in_use = torch.unique(share_BK > 0, dim=0).tolist()
 
         def groups(rows_n: torch.Tensor) -> list[tuple[list[bool], Any]]:
-            """Return groups of rows: which teachers have a weight above 0 in the group, and the indices of its rows."""
+            """Group rows: for each group, return which teachers have nonzero weight, and the row indices."""
             if len(in_use) == 1:
                 return [(in_use[0], slice(None))]
-            # Finding groups of several kinds makes the host wait for the device.
+            # Finding groups of several kinds synchronises with the device.
             kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
-            # An empty batch still needs a loss with a gradient (of zeros), because other ranks may wait for its
-            # backward.
+            # An empty batch still needs a loss with a (zero) gradient, because other ranks may wait for its backward.
             several = kinds.tolist() or [[True] * len(self.teachers)]
             return [(kind, torch.nonzero(kind_n == number).flatten()) for number, kind in enumerate(several)]
 
         def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
             divergence_n, entropy_n = torch.zeros(2, len(rows_n), dtype=wide(states_nD), device=device)
             total = torch.zeros((), dtype=torch.float64, device=device)
-            # Rows are grouped by the teachers with a weight above 0, so that no logits are computed for a weight of 0.
+            # Rows are grouped by the teachers with nonzero weight, so that no logits are computed for zero weights.
             for present, at in groups(rows_n):
                 rows, pairs = rows_n[at], []
                 for place, name in enumerate(self.teachers):

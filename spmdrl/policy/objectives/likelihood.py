@@ -1,4 +1,4 @@
-"""The objective of supervised fine-tuning: the cross-entropy of the trained tokens, or the loss of DFT."""
+"""The objective of supervised fine-tuning: cross-entropy over the trained tokens, or the DFT loss."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass
 class SftObjective(TokenObjective):
-    """Averages the loss over the trained tokens of an optimizer step; all tokens have the same weight."""
+    """Averages the loss over the trained tokens of an optimizer step, with equal weights."""
 
     loss_name: str
     """Key of the loss in `algos.value.TOKEN_LOSSES`."""
@@ -24,7 +24,7 @@ class SftObjective(TokenObjective):
     second = "top"
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; a token's two numbers are logp, and 1 if it is the likeliest one, else 0."""
+        """Implements `Objective.loss`; first_T is logp, and second_T is 1 for argmax tokens, else 0."""
         mask, metrics = micro.token["mask"], Metrics()
         loss = self._losses(first_T, second_T, {"weight": self.weights(micro, shared)})[0].sum()
         metrics.add_sum("loss", loss)
@@ -37,5 +37,5 @@ class SftObjective(TokenObjective):
         return self._losses, {"weight": self.weights(micro, shared)}
 
     def _losses(self, logp: torch.Tensor, other: torch.Tensor | None, x: dict[str, torch.Tensor]) -> tuple:
-        """Return the weighted loss of each token, fp64 [n], and an empty dict of stats."""
+        """Return the weighted per-token loss, fp64 [n], and an empty dict of stats."""
         return TOKEN_LOSSES[self.loss_name](logp).double() * x["weight"], {}

@@ -1,4 +1,4 @@
-"""Objectives with preference losses: on pairs of responses, or on single responses labelled good or bad (KTO, BCO)."""
+"""Preference objectives on response pairs, or on single responses labelled good or bad (KTO, BCO)."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Responses whose sample number is at least this are not trained on: KTO pairs them with prompts of other responses."""
+"""Sample numbers from here on mark responses that KTO pairs with the prompt of another response; not trained on."""
 
 
 @dataclass
 class PairObjective(Objective):
     """Averages a weighted sum of preference losses over the pairs of an optimizer step.
 
-    The responses of a pair are adjacent in every micro-batch (`seq["unit"]`), the chosen one first.
+    The two responses of a pair are adjacent in a micro-batch (`seq["unit"]`), the chosen one first.
     """
 
     losses: dict[str, float]
-    """Key of a loss in `algos.preference.LOSSES`, or `sft` -> its weight in the sum."""
+    """Name of a loss (a key of `algos.preference.LOSSES`, or `sft`) -> its weight in the sum."""
     settings: PreferenceMethod
     policy: Policy
     peers: Peers
@@ -47,9 +47,9 @@ class PairObjective(Objective):
         return "collision" if self.settings.weighted else "top"
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `Objective.prepare`: count pairs, and the tokens of chosen responses, over all ranks.
+        """Implements `Objective.prepare`: counts pairs and tokens of chosen responses over all ranks.
 
-        For losses that sort the pairs of a step, the method also adds columns `seq["matched/..."]` to the share.
+        For losses that sort the pairs of a step, it also adds columns `seq["matched/..."]` to the share.
         """
         mask_T, chosen_B = share.token["mask"], share.seq["sample"] == CHOSEN
         counts = torch.stack([chosen_B.sum(), (mask_T & share.per_token(chosen_B)).sum()]).double()
@@ -60,7 +60,7 @@ class PairObjective(Objective):
 
     @property
     def matched(self) -> list[str]:
-        """Names of those losses that sort all pairs of an optimizer step by their margins."""
+        """Names of the losses that sort all pairs of an optimizer step by margin."""
         return [name for name in self.losses if name != SFT and LOSSES[name].matched]
 
     def _match(self, share: Batch) -> None:
@@ -76,15 +76,15 @@ class PairObjective(Objective):
     def _sums(self, batch: Batch, x_T: torch.Tensor) -> torch.Tensor:
         """Sum x over the trained tokens of each response, [B].
 
-        Tokens of the longer response beyond the length of the shorter one have the weight `tail`.
+        In the longer response, tokens beyond the length of the shorter one are weighted by `tail`.
         """
         x_T = torch.where(batch.token["mask"], x_T, torch.zeros_like(x_T))
         x_T = x_T if self.settings.tail == 1 else x_T * self._weights(batch)
         return sum_per_sequence(x_T, batch.seq_index, len(batch))
 
     def _weights(self, batch: Batch) -> torch.Tensor:
-        """Return the weight of each token in its response's sum (`_sums`), float64 [T]."""
-        # Sums of integers are exact, and a GPU has a deterministic kernel for them.
+        """Return the weight of each token in the sum over its response (`_sums`), float64 [T]."""
+        # Integer sums are exact, and there is a deterministic GPU kernel for them.
         mask = batch.token["mask"].long()
         counts_B = batch.sum_tokens(torch.ones_like(mask)).long()
         shorter_B = torch.minimum(counts_B[0::2], counts_B[1::2]).repeat_interleave(2)
@@ -92,7 +92,7 @@ class PairObjective(Objective):
         return torch.where(place_T < batch.per_token(shorter_B), 1.0, self.settings.tail).double()
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the first number of a token is logp."""
+        """Implements `Objective.loss`; first_T is logp."""
         metrics, mask, seq = Metrics(), micro.token["mask"], micro.seq_index
         logp = torch.where(mask, first_T, torch.zeros_like(first_T)).double()
         counts_B = sum_per_sequence(mask, seq, len(micro))
@@ -121,7 +121,7 @@ class PairObjective(Objective):
         return LossResult(total, metrics)
 
     def _describe(self, metrics: Metrics, x: Pairs) -> None:
-        """Add the metrics of pairs: rewards (beta times the log-ratio, as in TRL), accuracy and logp."""
+        """Add pair metrics: rewards (beta times the log-ratio, as in TRL), accuracy and logp."""
         won, lost = (self.settings.beta * ratio.detach() for ratio in (x.ratio_chosen, x.ratio_rejected))
         for name, value in (
             ("rewards/chosen", won),
@@ -136,11 +136,10 @@ class PairObjective(Objective):
 
 @dataclass
 class LabelledShared(Shared):
-    """The `Shared` values of an optimizer step, and the reference point of the loss, the same on all ranks."""
+    """The `Shared` values of an optimizer step plus the reference point of the loss, the same on all ranks."""
 
     shift: float = 0.0
-    """Reference point of the loss: the loss subtracts it from the log-ratio (KTO) or from beta times the log-ratio
-    (BCO)."""
+    """Reference point that the loss subtracts from the log-ratio (KTO) or from beta times the log-ratio (BCO)."""
 
 
 @dataclass
@@ -153,7 +152,7 @@ class LabelledObjective(Objective):
     policy: Policy
     peers: Peers
     running: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """Running sums of BCO: sum and count of the log-ratios of good responses, sum and count of those of bad ones."""
+    """Running sums for BCO: sum and count of log-ratios for good responses, then for bad responses."""
     temperature: float = 1.0
     columns = frozenset({"token/mask", "token/ref_logp"})
     second = "top"
@@ -165,9 +164,9 @@ class LabelledObjective(Objective):
         return LabelledShared(Totals(0.0, responses), trained_B, shift=self._shift(share, index))
 
     def _shift(self, share: Batch, index: int) -> float:
-        """Return the reference point of the loss, 0 for a loss without one.
+        """Return the reference point of the loss, or 0 if the loss has none.
 
-        For KTO it is the mean log-ratio of mismatched responses, or 0 if the mean is negative; for BCO the mean reward.
+        For KTO, this is the mean log-ratio of mismatched responses, clamped at 0; for BCO, the mean reward.
         """
         source = LOSSES[self.loss_name].shift
         if not source:
@@ -187,12 +186,12 @@ class LabelledObjective(Objective):
         if index == MEASURE:
             return self.settings.beta * _label_mean(self.running if any(self.running) else sums)
         if all(map(math.isfinite, sums)):
-            # Sums that are not finite are left out of the running mean, because the step will be skipped.
+            # Exclude non-finite sums from the running mean, because the step will be skipped.
             self.running[:] = [before + more for before, more in zip(self.running, sums, strict=True)]
         return self.settings.beta * _label_mean(self.running)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: LabelledShared) -> LossResult:
-        """Implements `Objective.loss`; the first number of a token is logp."""
+        """Implements `Objective.loss`; first_T is logp."""
         metrics = Metrics()
         mask = micro.token["mask"] & micro.per_token(micro.seq["sample"] < MISMATCHED)
         ratio_T = first_T.double() - micro.token["ref_logp"].double()
@@ -213,7 +212,7 @@ class LabelledObjective(Objective):
 
 
 def _label_mean(sums: list[float]) -> float:
-    """Return the mean of the two labels' means; if only one label is present, the mean of this label.
+    """Return the average of the per-label means, or the mean of the only label present.
 
     sums: as `LabelledObjective.running`.
     """

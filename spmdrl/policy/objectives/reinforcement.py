@@ -1,7 +1,6 @@
-"""The objectives of reinforcement learning: for the policy, a critic and an implicit process reward model.
+"""The RL objectives: for the policy, a critic and an implicit process reward model.
 
-Only `prepare` selects samples and normalizes over them, and it does so over all ranks. A micro-batch's loss is a sum
-(law 2).
+Only `prepare` selects samples and normalizes over them, across all ranks. The loss of a micro-batch is a sum (law 2).
 """
 
 from dataclasses import dataclass
@@ -25,28 +24,28 @@ from spmdrl.spmd.seeds import uniform
 from spmdrl.tracking.metrics import Metrics
 
 LOSS_COLUMNS = ("mask", "advantages", "rollout_logp", "old_logp", "ref_logp", "selected")
-"""Names of the token columns of a batch that a policy's loss may read."""
+"""Token columns that a policy loss may read."""
 OLD_LOGP = {"policy": "old_logp", "rollout": "rollout_logp"}
-"""Value of `Algorithm.old_logp` -> column with old logp. `update` has none: it uses the logp of the current forward."""
+"""`Algorithm.old_logp` -> column with old logp. `update` has no column: it uses logp from the current forward pass."""
 
 
 @dataclass
 class PolicyShared(Shared):
-    """The `Shared` values of an optimizer step, with further values that only a policy's loss needs."""
+    """The `Shared` values of an optimizer step plus values that only a policy loss needs."""
 
     first: bool = False
     """True if the policy's weights have not changed since the start of the update."""
     version: int = 0
-    """The policy's `version` in this step."""
+    """The policy's `version` during this step."""
     good_tokens: float = 0.0
-    """Number of tokens of good responses over all ranks; it divides the likelihood term of good responses."""
+    """Number of tokens in good responses over all ranks, which normalises their likelihood term."""
 
 
 class PolicyObjective(Objective):
-    """Trains the policy by an `Algorithm`: ratio loss, KL, entropy bonus, correction for the engine's logp."""
+    """Trains the policy with an `Algorithm`: ratio loss, KL, entropy bonus, rollout correction."""
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
-        """peers: the data-parallel ranks. start: `policy.updates_done` when the update starts; None if now."""
+        """peers: the data-parallel ranks. start: `policy.updates_done` at the start of the update; None for now."""
         self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
@@ -77,12 +76,12 @@ class PolicyObjective(Objective):
                 ),
                 **algo.loss_settings,
             )
-        # If `skip_zero_advantage` is set, episodes whose advantages are all 0 need no forward.
+        # With `skip_zero_advantage`, episodes whose advantages are all 0 need no forward pass.
         active = share.seq["advantage"] != 0 if algo.skip_zero_advantage else None
         return PolicyShared(Totals(tokens, sequences), active, on_policy, first, self.policy.version, good)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PolicyShared) -> LossResult:
-        """Implements `Objective.loss`; the two numbers of a token are logp and entropy."""
+        """Implements `Objective.loss`; first_T is logp and second_T the entropy."""
         algo, logp, entropy = self.algo, first_T, second_T
         x = self.inputs(micro, shared)
         loss_T, stats = self.token_losses(shared, micro.episodes, logp, entropy, x)
@@ -133,7 +132,7 @@ class PolicyObjective(Objective):
         entropy: torch.Tensor,
         x: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the weighted loss of each token in fp64, and detached stats, [n] each.
+        """Return the weighted per-token loss in fp64 and detached stats, [n] each.
 
         episodes: number of episodes in the micro-batch. x: the result of `inputs` at the n tokens.
         """
@@ -141,11 +140,11 @@ class PolicyObjective(Objective):
         old_logp = current if algo.old_logp == "update" else x[OLD_LOGP[algo.old_logp]].to(logp.dtype)
         correction = x.get("correction")
         if algo.old_logp != "policy":
-            # The trainer computed no logp before the update, so the correction uses the logp of this forward.
+            # There is no trainer logp from before the update, so the correction uses logp from this forward pass.
             correction = self.weights(current, x["rollout_logp"], mask, x["seq"], episodes)
         if shared.on_policy:
-            # old_logp equals logp except for rounding, which differs between layouts. So logp is used as old_logp too,
-            # because the gradient of |logp - old_logp| would depend on the sign of the rounding error.
+            # old_logp equals logp up to rounding, which depends on the layout. Use logp as old_logp, because the
+            # gradient of |logp - old_logp| would otherwise depend on the sign of the rounding error.
             old_logp = current
         inputs = LossInputs(
             logp=logp,
@@ -180,7 +179,7 @@ class PolicyObjective(Objective):
         return loss, stats
 
     def weights(self, trainer_T, rollout_T, mask_T, seq_T, episodes: int) -> torch.Tensor | None:
-        """Return the importance weights [T] that correct for the engine's logp; None if the settings need none."""
+        """Return the importance weights [T] for rollout correction, or None if it is off."""
         limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":
@@ -197,12 +196,12 @@ class PolicyObjective(Objective):
 
 @dataclass
 class CriticObjective(TokenObjective):
-    """Trains a critic on the returns in a column of a batch; values are clipped around the values before the update."""
+    """Trains a critic on a column of returns, with values clipped around the values from before the update."""
 
     returns: str
     values: str
     clip: float | None
-    """Largest change of a value that can still lower the loss; None for no limit."""
+    """Clip range: larger value changes cannot lower the loss. None for no clipping."""
     peers: Peers
     temperature = 1.0
 
@@ -210,7 +209,7 @@ class CriticObjective(TokenObjective):
         self.columns = frozenset({f"token/{self.returns}", f"token/{self.values}"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the first number of a token is its value."""
+        """Implements `Objective.loss`; first_T holds the values."""
         mask, target, old = (micro.token[k] for k in ("mask", self.returns, self.values))
         per_token, stats = value_loss(first_T, old.to(first_T.dtype), target.to(first_T.dtype), mask, self.clip)
         loss, metrics = (per_token.double() * self.weights(micro, shared)).sum(), Metrics()
@@ -222,7 +221,7 @@ class CriticObjective(TokenObjective):
 
 @dataclass
 class ProcessObjective(TokenObjective):
-    """Trains an implicit process reward model to predict a response's outcome from its summed reward (PRIME)."""
+    """Trains an implicit process reward model (PRIME) to predict the outcome of a response from its summed reward."""
 
     beta: float
     temperature: float
@@ -230,7 +229,7 @@ class ProcessObjective(TokenObjective):
     columns = frozenset({"token/process_ref_logp", "seq/reward"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the first number of a token is logp."""
+        """Implements `Objective.loss`; first_T is logp."""
         metrics = Metrics()
         mask, reference_T = (micro.token[k] for k in ("mask", "process_ref_logp"))
         outcome_T, seq_T = micro.per_token(micro.seq["reward"].clamp(0, 1)), micro.episode_index

@@ -1,6 +1,6 @@
-"""The objectives of reward models, and metrics of the quality of their scores.
+"""The objectives of reward models, and metrics on the quality of their scores.
 
-A reward model trains on pairs of responses by a Bradley-Terry loss, or on labelled steps by cross-entropy.
+Reward models are trained on response pairs with a Bradley-Terry loss, or on labelled steps with cross-entropy.
 """
 
 import math
@@ -19,23 +19,23 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 PAIR_BINS, STEP_BINS = 5, 10
-"""Numbers of calibration bins: PAIR_BINS for the probability that the higher score wins (0.5 to 1), and STEP_BINS for
-the probability that a step is right."""
+"""Number of calibration bins: PAIR_BINS for the probability that the higher score wins (0.5 to 1), STEP_BINS for the
+probability that a step is correct."""
 MOMENTS = ("m", "l", "mm", "ll", "ml")
-"""Names of means over pairs. m: chosen minus rejected score; l: chosen minus rejected length; mm, ll: their squares;
-ml: their product."""
+"""Means over pairs. m: score difference, chosen minus rejected; l: length difference, chosen minus rejected; mm, ll:
+their squares; ml: their product."""
 
 
 @dataclass
 class ScoreObjective(Objective):
     """Averages the Bradley-Terry loss over the pairs of an optimizer step.
 
-    The responses of a pair are adjacent in every micro-batch (`seq["unit"]`), the chosen one first. The score of a
+    The two responses of a pair are adjacent in a micro-batch (`seq["unit"]`), the chosen one first. The score of a
     response is the score at its last trained token.
     """
 
     outputs: tuple[str, ...]
-    """Names of the model's scores; `seq["output"]` is the index of the score that a pair trains."""
+    """Names of the model outputs; `seq["output"]` is the index of the output that a pair trains."""
     centre: float
     peers: Peers
     temperature: float = 1.0
@@ -47,7 +47,7 @@ class ScoreObjective(Objective):
         return Shared(Totals(0.0, float(self.peers.sum((share.seq["sample"] == CHOSEN).double().sum()))))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; the first number of a token is its score."""
+        """Implements `Objective.loss`; first_T holds the scores."""
         metrics, output_B = Metrics(), micro.seq["output"].long()
         if first_T.dim() == 2:
             first_T = first_T.gather(1, micro.per_token(output_B)[:, None])[:, 0]
@@ -64,9 +64,9 @@ class ScoreObjective(Objective):
         return LossResult(loss, metrics)
 
     def _describe(self, metrics: Metrics, micro: Batch, lead: torch.Tensor, output_P: torch.Tensor) -> None:
-        """Add metrics of pairs: accuracy, and the sums from which `report` computes calibration and correlation.
+        """Add pair metrics: accuracy, and the sums from which `report` computes calibration and correlation.
 
-        lead: the chosen score minus the rejected one, for each pair. output_P: index of the score that a pair trains.
+        lead: chosen minus rejected score of each pair. output_P: index of the output that each pair trains.
         """
         right = (lead > 0).double() + 0.5 * (lead == 0)
         add_mean(metrics, "accuracy/mean", right)
@@ -82,10 +82,10 @@ class ScoreObjective(Objective):
 
 @dataclass
 class StepObjective(TokenObjective):
-    """Averages a loss over the labelled steps of responses in an optimizer step (https://arxiv.org/abs/2305.20050).
+    """Averages a loss over the labelled reasoning steps in an optimizer step (https://arxiv.org/abs/2305.20050).
 
-    The model outputs two logits for the last token of a labelled step; the softmax of the second is the probability
-    that the step is right. The loss of a labelled step is the cross-entropy with its label, which may be a probability
+    The model outputs two logits at the last token of a labelled step; the softmax probability of the second one is the
+    probability that the step is correct. The loss is the cross-entropy with the label, which can be a probability
     (Math-Shepherd, https://arxiv.org/abs/2312.08935).
     """
 
@@ -94,7 +94,7 @@ class StepObjective(TokenObjective):
     columns = frozenset({"token/mask", "token/label"})
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `Objective.loss`; first_T has the two logits of each token, [T, 2]."""
+        """Implements `Objective.loss`; first_T holds two logits per token, [T, 2]."""
         metrics, place_n = Metrics(), micro.where(lambda batch: batch.token["mask"])
         number_n2 = first_T[place_n].double()
         # The probability of the second of two logits is the sigmoid of their difference.
@@ -109,10 +109,10 @@ class StepObjective(TokenObjective):
 def describe_steps(
     metrics: Metrics, right_n: torch.Tensor, label_n: torch.Tensor, seq_n: torch.Tensor, count: int
 ) -> None:
-    """Add metrics of the probabilities that steps are right: accuracy, calibration and mean.
+    """Add metrics on predicted step correctness: accuracy, calibration and mean.
 
-    right_n: for each labelled step, in the order of responses, the probability that it is right; label_n: labels of the
-    steps; seq_n: index of the response of each step. count: number of responses.
+    right_n: predicted probability that each labelled step is correct, ordered by response; label_n: step labels; seq_n:
+    response index of each step. count: number of responses.
     """
     predicted, true = (right_n - 0.5).sign(), (label_n - 0.5).sign()
     add_mean(metrics, "accuracy/mean", (predicted * true + 1) / 2)
@@ -127,9 +127,9 @@ def describe_steps(
 
 
 def _first_wrong(sign_n: torch.Tensor, seq_n: torch.Tensor, count: int) -> torch.Tensor:
-    """Return for each response the index of its first step with a negative sign, [B]; n if it has no such step.
+    """Return the index of the first step with a negative sign in each response, [B], or n if there is none.
 
-    sign_n: negative for the steps to find. seq_n: index of the response of each step. count: number of responses, B.
+    sign_n: negative for the steps to find. seq_n: response index of each step. count: number of responses, B.
     """
     none = len(sign_n)
     place_n = torch.arange(none, device=sign_n.device).masked_fill(sign_n >= 0, none)
@@ -141,8 +141,8 @@ def _add_calibration(
 ) -> None:
     """Add the sums from which `report` computes the calibration error.
 
-    predicted: probabilities of the model, [n]. true: the labels that they predict, [n]. place: position of each
-    probability in the range of the bins, from 0 to 1, [n]. bins: number of bins.
+    predicted: predicted probabilities, [n]. true: labels, [n]. place: relative position of each probability in the
+    binned range, from 0 to 1, [n]. bins: number of bins.
     """
     bin_n = (place * bins).long().clamp(max=bins - 1)
     for i in range(bins):
@@ -151,11 +151,11 @@ def _add_calibration(
 
 
 def report(values: dict[str, float]) -> dict[str, float]:
-    """Return metrics in which sums are replaced by the metrics computed from them; names may start with `eval/`.
+    """Replace raw sums in a dict of metrics by the metrics computed from them; names may start with `eval/`.
 
-    `calibration/error`: expected calibration error over bins of the probability that the higher score wins, or that a
-    step is right (https://arxiv.org/abs/1706.04599). `length/correlation`: over pairs, the correlation of the
-    difference in score with the difference in length.
+    `calibration/error`: expected calibration error of the probability that the higher score wins, or that a step is
+    correct (https://arxiv.org/abs/1706.04599). `length/correlation`: correlation between score difference and length
+    difference over pairs.
     """
     out, sums, moments, seen = {}, [], {}, 0.0
     prefix = "eval/" if any(name.startswith("eval/") for name in values) else ""

@@ -1,4 +1,4 @@
-"""The base class of objectives that average over tokens, and functions that add averages to metrics."""
+"""The base class of objectives that average over tokens, and helpers that add means to metrics."""
 
 import torch
 
@@ -10,12 +10,12 @@ from spmdrl.tracking.metrics import Metrics
 
 
 class TokenObjective(Objective):
-    """An objective whose loss is a mean over the trained tokens of an optimizer step on all ranks."""
+    """An objective that averages its loss over all trained tokens of an optimizer step, across ranks."""
 
     peers: Peers
 
     def trained_mask(self, batch: Batch) -> torch.Tensor:
-        """Return a mask, bool [T], of the tokens over which the loss is averaged."""
+        """Return a mask, bool [T], of the tokens that the loss is averaged over."""
         return batch.token["mask"]
 
     def prepare(self, share: Batch, index: int) -> Shared:
@@ -23,13 +23,13 @@ class TokenObjective(Objective):
         return Shared(totals(share, self.peers, self.trained_mask(share)))
 
     def weights(self, micro: Batch, shared: Shared, mode: str = "token-mean") -> torch.Tensor:
-        """Return the weight of each token in the loss, [T]; 0 outside the mask. mode: as in `token_weights`."""
+        """Return the loss weight of each token, [T], 0 outside the mask. mode: as in `token_weights`."""
         mask_T = self.trained_mask(micro)
         return token_weights(mode, mask_T, micro.episode_index, shared.totals, sequences=micro.episodes)
 
 
 def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> Totals:
-    """Count tokens and episodes of an optimizer step over all ranks. Collective.
+    """Count the tokens and episodes of an optimizer step over all ranks. Collective.
 
     mask_T: True for the tokens to count; None for the loss mask.
     """
@@ -38,12 +38,12 @@ def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> To
 
 
 def add_token_mean(metrics: Metrics, name: str, x_T: torch.Tensor, mask_T: torch.Tensor) -> None:
-    """Add the numbers of x under a mask, which may be empty, to the mean metric `name`; sums are in float64."""
+    """Add the values of x in a mask, which can be empty, to the mean metric `name`. Sums are computed in float64."""
     count = mask_T.sum()
     total = torch.where(mask_T, x_T.detach(), torch.zeros_like(x_T)).double().sum()
     metrics.add(name, total / count.clamp(min=1), count)
 
 
 def add_mean(metrics: Metrics, name: str, x: torch.Tensor) -> None:
-    """Add the numbers of x, which may be empty, to the mean metric `name`."""
+    """Add the values of x, which can be empty, to the mean metric `name`."""
     metrics.add(name, x.mean() if len(x) else 0.0, len(x))
