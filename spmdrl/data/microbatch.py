@@ -1,4 +1,4 @@
-"""Micro-batches: sequences packed up to a token budget. All ranks run the same number of them."""
+"""Packs sequences into micro-batches up to a token budget. All ranks run the same number of micro-batches."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,17 @@ from spmdrl.spmd.balance import karmarkar_karp, largest
 
 @dataclass
 class Unit:
-    """Sequences that must be in one micro-batch, and the number of tokens that are computed for them."""
+    """Sequences that must share a micro-batch, and the number of tokens computed for them."""
 
     members: list[int]
     tokens: int
 
 
 def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
-    """Split a batch into units: single episodes, or under `share` as many samples of a prompt as fit the budget.
+    """Split a batch into units: single episodes, or with `share` as many samples of a prompt as fit into the budget.
 
-    All paths of an episode are in one unit; under `share` their common tokens are computed once. If the batch has the
-    column `seq["unit"]`, adjacent sequences with an equal value are always in one unit, such as the two of a pair.
+    All paths of an episode are in one unit; with `share`, their common tokens are computed once. If the batch has the
+    column `seq["unit"]`, adjacent sequences with the same value, such as the two of a pair, are always in one unit.
     """
     lengths = batch.lengths.tolist()
     if len(batch) < 2 or not (share or "unit" in batch.seq or batch.branches):
@@ -47,10 +47,10 @@ def _shared(batch: Batch) -> Shared:
 
 
 def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two estimates of work in tokens: all work of each sequence, and the part shared by its prompt's samples.
+    """Estimate each sequence's work in tokens: its total work, and the part that its prompt's samples share.
 
     Both are int64 [B]. share: True if shared tokens are computed once; a later path of an episode then counts only the
-    tokens that it adds, and its second estimate is 0. If False, the second estimate of all sequences is 0.
+    tokens that it adds, and shares 0. If False, all sequences share 0.
     """
     if not share:
         return batch.lengths, torch.zeros_like(batch.lengths)
@@ -62,7 +62,7 @@ def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
-    """Return the number of micro-batches into which `fewest` packs these sequences; 0 without sequences.
+    """Return the number of micro-batches into which `fewest` packs these sequences, or 0 if there are none.
 
     Raises ValueError if one sequence alone is longer than the budget.
     """
@@ -70,11 +70,11 @@ def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
 
 
 def fewest(lengths: list[int], budget: int) -> list[list[int]]:
-    """Assign sequences to bins of at most `budget` tokens, by whichever of two methods needs fewer bins.
+    """Assign sequences to bins of at most `budget` tokens, using whichever of two methods needs fewer bins.
 
-    An even split often reaches the lower bound on the number of bins, while first-fit leaves a gap in each bin. For
-    rows of GSM8K's lengths with four in a bin, an even split needs 1.004 times the lower bound, and first-fit 1.04
-    times. Raises ValueError if one sequence alone is longer than the budget.
+    An even split often reaches the lower bound on the number of bins, while first-fit leaves a gap in each bin. With
+    GSM8K row lengths and four rows per bin, an even split needs 1.004 times the lower bound, and first-fit 1.04 times.
+    Raises ValueError if one sequence alone is longer than the budget.
     """
     parts = first_fit_decreasing(lengths, budget)
     least = max(1, -(-sum(lengths) // budget))
@@ -86,7 +86,7 @@ def fewest(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    """Assign sequences to bins of at most `budget` tokens; at most 22% more bins than optimal, usually about 1%.
+    """Assign sequences to bins of at most `budget` tokens, using at most 22% more bins than optimal, usually about 1%.
 
     Raises ValueError if one sequence alone is longer than the budget.
     """
@@ -112,14 +112,14 @@ def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
 def microbatches(batch: Batch, count: int, budget: int, units: list[Unit] | None = None) -> list[Batch]:
     """Split a batch into exactly `count` micro-batches of at most `budget` tokens; some may be empty.
 
-    units: sequences that must stay together, from `units_of`; None for single sequences. `count` is the largest
-    `microbatch_count` of all ranks, so that every rank runs equally many forward passes (law 1).
+    units: sequences that must stay together, from `units_of`, or None to place each sequence separately. `count` is the
+    maximum `microbatch_count` over all ranks, so that every rank runs the same number of forward passes (law 1).
     """
     units = units_of(batch, budget, share=False) if units is None else units
     lengths = [unit.tokens for unit in units]
     parts = karmarkar_karp(lengths, count) if count else []
     if largest(parts, lengths) > budget:
-        # An even split may exceed a tight budget although a split into fewer parts, or first-fit, does not.
+        # An even split can exceed a tight budget even if a split into fewer parts, or first-fit, does not.
         parts = fewest(lengths, budget)
         parts += [[] for _ in range(count - len(parts))]
     members = [sorted(i for u in part for i in units[u].members) for part in parts]

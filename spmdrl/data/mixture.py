@@ -1,9 +1,9 @@
 """The order in which a job draws prompts and rows, the same on all ranks and after a resume.
 
-For given sources, the order depends only on the seed and on the number of rows drawn before (law 3). Prompts and the
-rows of an indexed source are permuted anew in every epoch, unless shuffling is off. A stream is cut into blocks, each
-permuted in memory. With weights, each row comes from the source that is furthest behind its share, so that every
-stretch of rows follows the mixture. Without weights, sources are joined end to end and permuted together.
+For given sources, the order depends only on the seed and on the number of rows drawn so far (law 3). Prompts and the
+rows of indexed sources are reshuffled every epoch, unless shuffling is off. A stream is split into blocks, each
+shuffled in memory. With weights, each row comes from the source that is furthest behind its share, so that every
+stretch of rows follows the mixture. Without weights, sources are concatenated and shuffled together.
 """
 
 from bisect import bisect_right
@@ -17,12 +17,12 @@ from spmdrl.data.rowfiles import Indexed, Streamed
 from spmdrl.spmd.seeds import generator_for
 
 BLOCK = 10_000
-"""Number of rows of a stream that are permuted together, in memory."""
+"""Number of stream rows that are shuffled together in memory."""
 _STREAM = 0x57EA  # part of the key that separates the permutations of blocks from other draws
 
 
 Key = tuple[str, int]
-"""Name of an indexed source, and number of one of its rows."""
+"""An indexed source's name and the index of one of its rows."""
 
 
 _ORDER = 0x0DE4  # part of the key that separates an epoch's order from draws keyed by (seed, small number)
@@ -36,11 +36,10 @@ def _epoch_order(n_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def drawn_indices(n_prompts: int, first: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
-    """Return, for the draws `first` .. `first + count - 1` of a run, their positions in the prompt list.
+    """Return the prompt indices of a run's draws `first` .. `first + count - 1`.
 
-    Draws follow the permutations of successive epochs; without `shuffle` they follow the list. If they extend into
-    another epoch, they may contain a position twice. Raises ValueError if the list is empty, or `first` or `count` is
-    negative.
+    Each epoch is one permutation of all prompts, or the original order without `shuffle`. Draws that cross into another
+    epoch can contain an index twice. Raises ValueError if there are no prompts, or `first` or `count` is negative.
     """
     if n_prompts < 1 or count < 0 or first < 0:
         raise ValueError(f"cannot draw {count} of {n_prompts} prompts after {first}")
@@ -55,15 +54,15 @@ class Drawn:
     """One drawn row. A row of an indexed source is read only when `read` is called."""
 
     where: str
-    """Place of the row in its source, for messages."""
+    """Location of the row in its source, for messages."""
     read: Callable[[], dict]
     """Function that returns the row; raises ValueError if it cannot be read."""
     key: Key | None = None
-    """Source and number of the row; None for a row of a stream."""
+    """Source and index of the row, or None for a stream's row."""
 
 
 class Permuted:
-    """Rows of indexed sources, joined end to end; `shuffle` permutes them anew in every epoch."""
+    """Concatenated rows of indexed sources; `shuffle` reshuffles them every epoch."""
 
     def __init__(self, sources: list[Indexed], seed: int, shuffle: bool = True):
         """shuffle: False to draw the rows in the order of the sources."""
@@ -82,7 +81,7 @@ class Permuted:
         return Drawn(source.where(row), lambda: source[row], (source.name, row))
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the order of draws, for `restore`, as a JSON-serialisable value."""
+        """Return the current position as a JSON-serialisable value, for `restore`."""
         return {"drawn": self.drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -91,13 +90,13 @@ class Permuted:
 
 
 class Blocks:
-    """Rows of a stream; `shuffle` permutes each block of them. After its end the stream is read again."""
+    """Rows of a stream; `shuffle` shuffles each block of rows. At its end the stream restarts."""
 
     def __init__(self, source: Streamed, seed: int, shuffle: bool = True, block: int = BLOCK):
         """shuffle: False to draw the rows in the order of the stream."""
         self.source, self.seed, self.shuffle, self.block = source, seed, shuffle, block
         self.epoch, self.first, self.taken = 0, 0, 0
-        """The epoch, from 0; number of the block's first row in the stream; number of rows drawn from the block."""
+        """Epoch, counted from 0; index of the block's first row in the stream; number of rows drawn from the block."""
         self.rows_in_block: list[dict | ValueError] = []
         self.order: list[int] = []
         self.rows: Iterator[dict | ValueError] | None = None
@@ -126,11 +125,11 @@ class Blocks:
             generator_for(self.seed, _STREAM, self.epoch, self.first).shuffle(self.order)
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the order of draws, for `restore`, as a JSON-serialisable value."""
+        """Return the current position as a JSON-serialisable value, for `restore`."""
         return {"epoch": self.epoch, "first": self.first, "taken": self.taken, "block": self.block}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the position in `state`; read the block again. Raises ValueError if the stream is too short."""
+        """Continue from the position in `state`; reload the block. Raises ValueError if the stream is too short."""
         self.epoch, self.first, self.block = state["epoch"], state["first"], state["block"]
         self.rows = None
         self._fill()
@@ -166,7 +165,7 @@ class Mixture:
 
     @property
     def rows(self) -> int | None:
-        """Number of draws after which every part has been drawn completely once; None if a part is a stream."""
+        """Number of draws until every part has been drawn completely once, or None if a part is a stream."""
         total, longest = sum(self.weights), 0
         for part, weight in zip(self.parts, self.weights, strict=True):
             if isinstance(part, Blocks):
@@ -186,7 +185,7 @@ class Mixture:
         return part
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the order of draws, for `restore`, as a JSON-serialisable value."""
+        """Return the current position as a JSON-serialisable value, for `restore`."""
         return {"counts": list(self.counts), "parts": [part.state() for part in self.parts]}
 
     def restore(self, state: dict[str, Any]) -> None:

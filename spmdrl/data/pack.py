@@ -21,7 +21,7 @@ class Path:
     """Number of paths of the episode."""
     indices: list[int]
     segments: list[Segment]
-    """Segments of the path. A segment that an earlier path contains counts as observed, so that it is trained once."""
+    """Segments of the path. Those that also belong to an earlier path count as observed, so each is trained on once."""
 
 
 def _paths_of(episode: Episode) -> list[Path]:
@@ -43,17 +43,17 @@ def from_episodes(
     turns: bool = False,
     turn_rewards: bool = False,
 ) -> Batch:
-    """Pack the paths of this rank's episodes in sample order. Without episodes, the batch is empty but has all columns.
+    """Pack the paths of this rank's episodes in sample order. With no episodes, return an empty batch with all columns.
 
     The optional columns must be the same on every rank.
 
-    part_names: parts of the reward that become columns `part/<name>`. A sample without the part gets nan, or 0 if its
-    grading timed out.
-    experts_width: width of `token["experts"]`, from `Episode.experts`; 0 to leave this column out.
+    part_names: reward parts that become columns `part/<name>`. A sample without the part gets nan, or 0 if its grading
+    timed out.
+    experts_width: width of `token["experts"]`, from `Episode.experts`; 0 to omit this column.
     turns: add `token["turn"]`, `token["state"]` and `token["parent"]`.
     turn_rewards: add `token["turn_reward"]`, and two token counts of the path's episode: `seq["made"]` counts the
-    tokens after the prompt, `seq["distinct"]` all tokens; tokens that paths share count once. If False, turn rewards
-    are only contained in `seq["reward"]`.
+    tokens after the prompt, `seq["distinct"]` all tokens; tokens shared by paths count once. If False, turn rewards are
+    only included in `seq["reward"]`.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 
@@ -99,7 +99,7 @@ def from_episodes(
 
 
 def all_experts(episode: Episode, width: int) -> torch.Tensor:
-    """Return the experts (`Episode.experts`) of the N tokens of all segments, int16 [N, width]; -1 where unknown."""
+    """Return the routed experts (`Episode.experts`) of an episode's N tokens, int16 [N, width], or -1 where unknown."""
     out = torch.full((sum(map(len, episode.segments)), width), -1, dtype=torch.int16)
     if episode.experts is not None:
         out[: len(episode.experts)] = episode.experts
@@ -107,7 +107,7 @@ def all_experts(episode: Episode, width: int) -> torch.Tensor:
 
 
 def parents(episode: Episode) -> list[int]:
-    """Return, for each turn of an episode, the number of the turn that it follows, -1 for none."""
+    """Return, for each turn of an episode, the index of the turn that it follows, or -1 if there is none."""
     out = [BY_PATH] * episode.turns
     for i, s in enumerate(episode.segments):
         if out[s.turn] == BY_PATH:
@@ -118,10 +118,10 @@ def parents(episode: Episode) -> list[int]:
 
 
 def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
-    """Unpack the episodes that have sampled tokens. leave_out: names of reward parts to leave out.
+    """Unpack the episodes that have sampled tokens. leave_out: names of reward parts to omit.
 
-    Turns get new numbers: path by path, each observation after a response begins a turn. The rewards of turns are
-    restored only if the batch has `token["turn_reward"]`.
+    Turns are renumbered: path by path, each observation after a response starts a turn. Turn rewards are restored only
+    if the batch has `token["turn_reward"]`.
     """
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
@@ -146,12 +146,12 @@ def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
 
 
 def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: torch.Tensor, version: torch.Tensor):
-    """Add a path, given as columns [L], to an episode that already has the earlier paths."""
+    """Add a path, given as columns [L], to an episode that already contains all earlier paths."""
     earlier = [(path, episode.along(lambda s: s.tokens, path)) for path in episode.paths()]
-    # A later path never contains an earlier path completely, so the last token of the earlier one is not shared.
+    # A later path never contains an earlier one completely, so the earlier one's last token is not shared.
     alike = [(min(shared_length(x, tokens), len(x) - 1), path) for path, x in earlier]
     shared, path = max(alike, key=lambda pair: pair[0])
-    # Tokens that were sampled on this path are not shared with an earlier path, even if the tokens are equal.
+    # Tokens sampled on this path are not shared with an earlier path, even if they are equal.
     sampled = torch.nonzero(mask).flatten().tolist()
     shared = min([shared, len(tokens) - 1, *sampled[:1]])
     after, turn = episode.cut(shared, path) if shared else NONE, episode.turns
@@ -161,7 +161,7 @@ def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: 
 
 
 def _add_rewards(episode: Episode, rewards: torch.Tensor) -> None:
-    """Add the rewards of the current path's tokens, [L], to the segments that contain these tokens."""
+    """Add the current path's token rewards, [L], to the segments that contain the tokens."""
     at = 0
     for i in episode.path:
         s = episode.segments[i]

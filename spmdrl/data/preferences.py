@@ -1,7 +1,7 @@
-"""Reads rows of preference data: two responses to one prompt, or one response with a label.
+"""Reads preference rows: two responses to one prompt, or one labelled response.
 
-- A pair: `chosen` and `rejected`, called its sides, each text or messages. The prompt is in a separate column, or it
-  is the beginning that both sides share (TRL, UltraFeedback, HH-RLHF).
+- A pair: `chosen` and `rejected`, called its sides, each text or messages. The prompt is a separate column, or the
+  common prefix of both sides (TRL, UltraFeedback, HH-RLHF).
 - A labelled response: `prompt`, `completion` and `label`, which is true for a good response (KTO).
 """
 
@@ -24,14 +24,14 @@ from spmdrl.data.dialogues import (
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 CHOSEN, REJECTED = 0, 1
-"""Sample numbers of the two sides of a pair. A response labelled true counts as chosen, one labelled false as rejected.
+"""Sample indices of a pair's two sides. A response labelled true counts as chosen, one labelled false as rejected.
 """
 SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
 class PreferenceColumns(Columns):
-    """Names of the columns of preference data."""
+    """Column names of preference data."""
 
     chosen: str = "chosen"
     rejected: str = "rejected"
@@ -41,16 +41,16 @@ class PreferenceColumns(Columns):
 
 @dataclass
 class Preference:
-    """One row of preference data: a pair, or a labelled response."""
+    """One preference row: a pair, or a labelled response."""
 
     sides: dict[int, Example] = field(default_factory=dict)
-    """CHOSEN and REJECTED -> the example of that side; a labelled response has only one side."""
+    """CHOSEN or REJECTED -> the example on that side; a labelled response has only one side."""
     margin: float | None = None
-    """Margin by which the chosen side is better; None if the row does not give it."""
+    """Margin by which the chosen side is better, or None if the row has none."""
 
 
 def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:
-    """Read one row of preference data. system: a system message for dialogues that have none.
+    """Read one preference row. system: system message for dialogues that have none.
 
     Raises RowError if the row has neither form, if its sides are equal or answer different prompts, or if a part of it
     is malformed.
@@ -111,7 +111,7 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
 
 
 def _examples(sides: list, read: Callable[[Any], Example]) -> dict[int, Example]:
-    """Read both sides of a pair. Raises RowError, which names the side that is malformed."""
+    """Read both sides of a pair. Raises RowError with the name of the malformed side."""
     out = {}
     for i, (name, side) in enumerate(zip(SIDES, sides, strict=True)):
         try:
@@ -122,12 +122,12 @@ def _examples(sides: list, read: Callable[[Any], Example]) -> dict[int, Example]
 
 
 def _whole(given: list) -> bool:
-    """Return True if both sides are complete dialogues, not only answers."""
+    """Return True if both sides are complete dialogues rather than just answers."""
     return all(messages_of(side)[0]["role"] != "assistant" for side in given)
 
 
 def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, system: str) -> dict[int, Example]:
-    """Return both sides as dialogues. The messages at their beginning that are equal are the prompt, not trained on."""
+    """Return both sides as dialogues. Their common leading messages are the prompt, which is not trained on."""
     chosen, rejected = (messages_of(side) for side in given)
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
@@ -147,16 +147,16 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
         raise RowError("its sides do not begin with its prompt")
     out = _examples([chosen, rejected], lambda messages: dialogue_of(row, messages, columns, system))
     for i, messages in enumerate((chosen, rejected)):
-        # `dialogue_of` may have added a system message in front, which is not trained on either.
+        # `dialogue_of` might have prepended a system message, which is not trained on either.
         before = common + len(out[i].trained) - len(messages)
         out[i].trained[:before] = [False] * before
     return out
 
 
 def _split(given: list[str]) -> tuple[str, list[str]]:
-    """Return the common beginning of two texts, and the remainders of both.
+    """Split two texts into their common prefix and the remainder of each.
 
-    The cut is before the space in front of a word, because most tokenizers encode the space and the word together.
+    The split is before the space in front of a word, because most tokenizers encode a word together with that space.
     """
     common = 0
     while common < min(map(len, given)) and given[0][common] == given[1][common]:

@@ -1,8 +1,8 @@
-"""Puts columns of a row into its prompt: those that a chat template reads, and those that `--data.template` names.
+"""Puts row columns into the prompt: those that chat templates read, and those that `--data.template` names.
 
-The names that templates read are ordinary words: `documents` may be data for a reward, `history` a patient record. Such
-a column goes into the prompt only if a chat template renders the prompt, the column's value has the expected form, and
-no setting names the column for another use. A column that stays out of the prompt is left to reward functions.
+Templates read columns by ordinary words: `documents` might be reward data, and `history` a patient record. Such a
+column goes into the prompt only if a chat template renders the prompt, the column's value has the expected format, and
+no setting uses the column for something else. All other columns are left to reward functions.
 """
 
 import re
@@ -45,16 +45,16 @@ READERS: dict[str, Callable[[dict], Any]] = {
     **dict.fromkeys((KWARGS, *VARIABLES), variables_of),
     "documents": _check_documents,
 }
-"""Column -> function that reads it, and raises RowError if the value does not have the expected form."""
+"""Column -> function that reads it, and raises RowError if the value does not have the expected format."""
 OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
-"""Columns that are read even if an environment begins the episodes."""
+"""Columns that are read even if an environment starts the episodes."""
 
 
 def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool) -> tuple[Row, dict[str, str]]:
-    """Return a row without the columns that stay out of its prompt, and a dict of column -> reason for staying out.
+    """Return a row without the columns to keep out of its prompt, and a dict of column -> reason for keeping it out.
 
-    named: columns that settings name; they are left out without a reason. template: True if a chat template renders the
-    prompt. begun: True if an environment begins the episodes.
+    named: columns that settings name; they are kept out without a reason. template: True if a chat template renders the
+    prompt. begun: True if an environment starts the episodes.
     """
     left = dict[str, str]()
     for name, read in READERS.items():
@@ -72,7 +72,7 @@ def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool
 
 
 def left_lines(left: Iterable[dict[str, str]]) -> tuple[str, ...]:
-    """Return a sentence about each column that stayed out of prompts. left: for each row, column names and reasons."""
+    """Return a sentence about each column that was kept out of prompts. left: for each row, column -> reason."""
     counts, reasons = Counter[str](), dict[str, str]()
     for row in left:
         counts.update(row.keys())
@@ -84,13 +84,13 @@ def left_lines(left: Iterable[dict[str, str]]) -> tuple[str, ...]:
 
 
 def with_columns(prompt: str | list, row: Row) -> str | list:
-    """Return a prompt with the messages that other columns of its row put before it."""
+    """Prepend the messages from other columns of the row to a prompt."""
     whole = with_system(row, [*earlier(row), *as_messages(prompt)])
     return whole if isinstance(prompt, list) or len(whole) > 1 else prompt
 
 
 def around_prompt(prompt: str | list, row: dict, template: str) -> str | list:
-    """Put `--data.template` around a text prompt, or around the user's last message in a prompt of messages."""
+    """Apply `--data.template` to a text prompt, or to the last user message of a chat prompt."""
     if isinstance(prompt, str):
         return with_values("--data.template", template, {**row, "prompt": prompt})
     for i in reversed(range(len(prompt))):
@@ -101,7 +101,7 @@ def around_prompt(prompt: str | list, row: dict, template: str) -> str | list:
 
 
 def column_names(text: str) -> list[str]:
-    """Return the columns that `with_values` puts into a text; an empty list for a text that `with_values` refuses."""
+    """Return the columns that `with_values` inserts into a text, or an empty list if the text is invalid."""
     try:
         return [re.split(r"[\[.]", name)[0] for name in _fields(text)]
     except ValueError:
@@ -113,9 +113,9 @@ def _fields(text: str) -> list[str]:
 
 
 def with_values(flag: str, text: str, row: dict) -> str:
-    """Replace `{name}` and `{name[key]}` in a text by values of the row; the text must write other braces doubled.
+    """Replace `{name}` and `{name[key]}` in a text with the row's values; all other braces must be doubled.
 
-    Raises ValueError, which names the flag, if the text is malformed, or if the row lacks a column or key.
+    Raises ValueError, which names the flag, if the text is malformed or the row lacks a column or key.
     """
     try:
         for name in _fields(text):

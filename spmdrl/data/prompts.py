@@ -1,9 +1,9 @@
-"""Reads the prompts of a run, formats and tokenizes them, and drops those that are too long.
+"""Reads, formats and tokenizes the prompts of a run, and drops those that are too long.
 
-Two layouts of rows are supported. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
+Two row layouts are supported. Plain: a prompt column and an answer column, chosen by name. verl's: `data_source, prompt
 (chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any file format.
-Further columns (`prompt_columns.py`) give a system message, earlier exchanges, tools, and variables of the chat
-template; other columns go to reward functions.
+Some other columns (`prompt_columns.py`) hold a system message, earlier exchanges, tools, and chat template variables;
+the rest are passed to reward functions.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
 from spmdrl.data.sources import Source, read_source
 
 REFUSED = SupervisedDataConfig.max_refused
-"""Largest share of rows that may be left out because tokenizers cannot encode their text; the default of SFT."""
+"""Maximum fraction of rows that may be omitted because tokenizers cannot encode their text; same default as SFT."""
 
 
 @dataclass(frozen=True)
@@ -40,52 +40,52 @@ class Prompt:
     """One prompt, ready for the engine."""
 
     index: int
-    """Index of its row in the source; all random draws for the prompt are keyed by it."""
+    """Index of the prompt's row in the source; all random draws for the prompt are keyed by it."""
     tokens: list[int]
     ground_truth: object
-    """The value with which the reward compares a response (JSON-able)."""
+    """Value that the reward function compares responses with (JSON-able)."""
     data_source: str
     extra: dict
     """verl's extra_info, or the row's other columns (JSON-able)."""
     text: str
-    """The text that the model sees, for logs; if an environment begins the episode, the text of the row's prompt."""
+    """The text that the model sees, for logs; if an environment starts the episode, the row's prompt text."""
     content: str | list = ""
     """The prompt before the chat template: text, or chat messages (JSON-able)."""
     reply: str = ""
-    """Beginning of the reply, with which the prompt ends (`--data.prefill`)."""
+    """Beginning of the reply (`--data.prefill`), which ends the prompt."""
     chat: bool = False
     """True if a chat template rendered the prompt."""
     tools: list | None = None
-    """JSON schemas of the tools from the prompt's row."""
+    """JSON schemas of the row's tools."""
     more: dict = field(default_factory=dict)
-    """Variables of the chat template from the prompt's row, which override those of the run."""
+    """The row's chat template variables, which override those of the run."""
     opening: list | None = None
-    """Messages with which an environment begins an episode: those of other columns (a system message, earlier
-    exchanges), then those of the prompt. None if no other column gives messages."""
+    """Messages with which an environment starts an episode: those from other columns (a system message, earlier
+    exchanges), then the prompt's. None if no other column contains messages."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of one source that are short enough."""
+    """The prompts of one source, without those that are too long."""
 
     prompts: list[Prompt]
     dropped: int
-    """Rows left out because their prompt is longer than `--rollout.max-prompt-tokens`."""
+    """Number of rows dropped because their prompt exceeds `--rollout.max-prompt-tokens`."""
     source: str
     beside: tuple[str, ...] = ()
     """Columns that only reward functions and environments can read."""
     unread: tuple[str, ...] = ()
     """Columns that neither prompts nor reward functions nor environments can read."""
     left: tuple[str, ...] = ()
-    """Sentences about columns that stayed out of prompts, tools and variables that are not shown, and omitted rows."""
+    """Sentences about columns kept out of prompts, tools and variables that are not shown, and omitted rows."""
     place: Callable[[int], str] = str
-    """Function that describes the place of the row with a given index, for error messages."""
+    """Function that describes where the row at an index is, for error messages."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Return a hash of indices, tokens (or else content and extra columns) and ground truths, to compare ranks."""
+        """Hash the indices, tokens (or else content and extra columns) and ground truths, for comparing ranks."""
         return self._digest
 
     @cached_property
@@ -106,18 +106,18 @@ def load_prompts(
     begun: bool = False,
     teacher: bool = False,
 ) -> PromptSet:
-    """Read a source (forms: `sources.FORMS`), at most `limit` rows of it (0: all), and encode its prompts.
+    """Read at most `limit` rows (0 for all) of a source (see `sources.FORMS`) and encode its prompts.
 
-    begun: True if an environment begins the episodes; prompts are then not encoded, and may be empty. teacher: True if
-    the template is a teacher's, which need not read the variables of the run.
+    begun: True if an environment starts the episodes; prompts are then not encoded, and may be empty. teacher: True if
+    the template is a teacher's, which need not read the run's variables.
 
-    Indices remain those of the source if long prompts are dropped. Raises ValueError, which names the flag to change,
-    if the source or a column does not exist, if a row cannot be read, or if no prompt is short enough.
+    Prompts keep their source indices when long prompts are dropped. Raises ValueError, which names the flag to change,
+    if the source or a column does not exist, if a row cannot be read, or if all prompts are too long.
     """
     source = read_source(spec, data.prompt_column, data.answer_column, limit)
     if not source.rows:
         raise ValueError(f"{spec!r} holds no rows (--data.train, --data.eval)")
-    # An environment begins with messages, even if its rows are plain text.
+    # Environments start with messages even if the rows are plain text.
     raw = source.raw and not begun
     if raw and data.chat_template:
         raise ValueError(
@@ -151,7 +151,7 @@ def load_prompts(
 
 
 class _Reader:
-    """Turns the rows of one source into prompts, and collects notes on them."""
+    """Converts the rows of one source to prompts, and collects notes about them."""
 
     def __init__(self, source: Source, data: DataConfig, tokenizer, begun: bool):
         self.source, self.data, self.tokenizer, self.begun = source, data, tokenizer, begun
@@ -160,23 +160,23 @@ class _Reader:
         self.variables = template_kwargs(data)
         self.renderer: Renderer | None = None
         if self.chat:
-            # `Renderer` refuses a template that cannot render a single message of a user. Without a renderer, the
-            # checks of tools and variables are skipped.
+            # `Renderer` rejects templates that cannot render a single user message. Without a renderer, tools and
+            # variables are not checked.
             with suppress(TemplateError):
                 self.renderer = Renderer(tokenizer, data.chat_template, self.variables)
         inserted = {*column_names(data.template), *column_names(data.prefill)}
         self.named = {data.prompt_column, data.answer_column, "data_source", *inserted}
-        """Names of columns that settings refer to, such as the prompt column, and `data_source`."""
+        """Columns that settings refer to, such as the prompt column, and `data_source`."""
         self.over: dict[str, None] = {}
-        """Names of columns with values that neither settings nor prompts use; a dict serves as an ordered set."""
+        """Non-empty columns that neither settings nor prompts use; the dict serves as an ordered set."""
         self.left: list[dict[str, str]] = []
-        """For each prompt: column that a template could read -> reason why it stayed out of the prompt."""
+        """For each prompt: column that a template could read -> reason why it was kept out of the prompt."""
         self.refused: list[str] = []
         self.hidden: list[str] = []
         self.looked = 0
 
     def read(self, index: int) -> Prompt | None:
-        """Return the prompt of a row; None if tokenizers cannot encode it. Raises ValueError, which names the row."""
+        """Return a row's prompt, or None if tokenizers cannot encode it. Raises ValueError, which names the row."""
         row, place = self.source.rows[index], self.source.where(index)
         try:
             check_text(row)
@@ -245,12 +245,12 @@ class _Reader:
 
 
 def refused_line(refused: list[str]) -> str:
-    """Return a sentence about rows that are left out, with the place of the first one; empty if there are none."""
+    """Return a sentence about omitted rows that names the first one, or an empty string if there are none."""
     return f"rows that are refused and left out: {len(refused)}; the first is {refused[0]}" if refused else ""
 
 
 def _content(prompt: object) -> str | list:
-    """Return the prompt of a row: text, or messages without the keys that a table filled with None."""
+    """Return a row's prompt: text, or messages without the keys that a table filled with None."""
     prompt = listed(prompt)
     if isinstance(prompt, list):
         if not all(isinstance(m, dict) for m in prompt):
@@ -275,9 +275,9 @@ def _column(row: dict, name: str, flag: str) -> object:
 
 
 def json_able(value: object) -> object:
-    """Convert a value to JSON's types: tuples and arrays to lists, and keys, exact numbers and dates to text.
+    """Convert a value to JSON types: tuples and arrays to lists, and keys, exact numbers and dates to strings.
 
-    Values without a JSON form (bytes) are returned unchanged.
+    Values that JSON cannot represent (bytes) are returned unchanged.
     """
     if isinstance(value, dict):
         return {str(k): json_able(v) for k, v in value.items()}
@@ -291,7 +291,7 @@ def json_able(value: object) -> object:
 
 
 def _is_json(value: object) -> bool:
-    """Return True if a value can be written as JSON. Other values of extra columns (such as images) are dropped."""
+    """Return True if JSON can represent a value. Extra columns with other values, such as images, are dropped."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

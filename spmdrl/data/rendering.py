@@ -1,7 +1,7 @@
-"""Renders dialogues by a chat template, in the forms of messages that the template reads.
+"""Renders dialogues with a chat template, in the message format that the template expects.
 
-Templates differ in their input: content as text or as a list of parts, arguments of tool calls as a dict or as JSON, a
-thought under one of three names. `Renderer` renders test messages once to find out which form a template reads.
+Templates differ in their input: content as text or as a list of parts, tool call arguments as a dict or as JSON, a
+thought under one of three keys. `Renderer` renders test messages once to detect which format a template expects.
 """
 
 import json
@@ -15,23 +15,23 @@ from spmdrl.data.chat import CHATML, chosen_template, variables
 PROBE = "Zq7probe"
 """Text of test messages. No template contains it, so it appears in a rendering only if a message is shown."""
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which templates look for the thought of an assistant message."""
+"""Keys under which templates look for an assistant message's thought."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TemplateError(ValueError):
-    """A template cannot render a dialogue, or leaves out a part of it; the error's message names the reason."""
+    """A template cannot render a dialogue, or omits a part of it; the message gives the reason."""
 
 
 def tool_call(name: str, arguments: Any, place: int = 0) -> dict:
-    """Return a tool call in the form that templates read. place: index of the call among the calls of its turn."""
+    """Return a tool call in the format that templates expect. place: index of the call in its turn."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call{place:05d}", "type": "function", "function": function}
 
 
 @dataclass
 class Dialogue:
-    """Messages, and the tools and variables (`more`) with which a template renders them."""
+    """Messages with the tools and template variables (`more`) for rendering them."""
 
     messages: list[dict]
     tools: list | None = None
@@ -42,21 +42,20 @@ class Dialogue:
         return Dialogue(self.messages[:count], self.tools, self.more)
 
     def then(self, message: dict) -> "Dialogue":
-        """Return the dialogue with one more message at its end."""
+        """Return the dialogue with one message appended."""
         return Dialogue([*self.messages, message], self.tools, self.more)
 
 
 class Renderer:
-    """Renders dialogues by a tokenizer's chat template, or by a given template."""
+    """Renders dialogues with a tokenizer's chat template, or with a given template."""
 
     def __init__(self, tokenizer: Any, template: str = "", more: dict[str, Any] | None = None):
-        """Find out, by rendering test messages, which form of messages the template reads.
+        """Detect the template's message format by rendering test messages.
 
-        template: jinja text that replaces the tokenizer's template, or the name of one of the tokenizer's templates.
+        template: jinja text that overrides the tokenizer's template, or the name of one of the tokenizer's templates.
         If it is empty and the tokenizer has no template, ChatML is used. more: default values of template variables.
 
-        Raises TemplateError if the template cannot render a single message of the user, and ValueError as
-        `chosen_template` does.
+        Raises TemplateError if the template cannot render a single user message, and ValueError like `chosen_template`.
         """
         self.tokenizer = tokenizer
         self.template: str = chosen_template(tokenizer, template) or CHATML
@@ -96,10 +95,10 @@ class Renderer:
 
     @cached_property
     def call_ends(self) -> frozenset[str]:
-        """Control tokens between two tool calls of one turn, without the tokens that also end a turn of plain text.
+        """Control tokens between two tool calls of one turn, without those that also end a plain-text turn.
 
-        After one of them a model may continue with another call, so it does not end the turn. Empty if the template
-        refuses two calls or shows only one.
+        After such a token a model can continue with another call, so it does not end the turn. Empty if the template
+        rejects two calls or shows only one.
         """
         names = [PROBE + letter for letter in "ab"]
         calls = [tool_call(name, {"a": "1" + name}, i) for i, name in enumerate(names)]
@@ -115,14 +114,14 @@ class Renderer:
         return frozenset(self.controls.findall(between)) - ends
 
     def __call__(self, dialogue: Dialogue, ask: bool = False) -> str:
-        """Return the text of a dialogue. Raises TemplateError if the template refuses it.
+        """Render a dialogue as text. Raises TemplateError if the template rejects it.
 
         ask: True to end the text with the generation prompt.
         """
         return self._render(dialogue, add_generation_prompt=ask)[0]
 
     def marks(self, dialogue: Dialogue) -> tuple[str, list[tuple[int, int]]]:
-        """Return a dialogue as text, and the ranges of the characters that the template marks as generated."""
+        """Render a dialogue; return the text and the character ranges that the template marks as generated."""
         text, places = self._render(dialogue, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in places if end > start]
 
@@ -144,7 +143,7 @@ class Renderer:
         return texts[0], (marks[0] if marks else [])
 
     def shaped(self, message: dict) -> dict:
-        """Return a message in the form that the template reads."""
+        """Convert a message to the format that the template expects."""
         out = {k: v for k, v in message.items() if v is not None}
         content = out.get("content", "")
         out["content"] = [{"type": "text", "text": content}] if self.parts and isinstance(content, str) else content

@@ -1,8 +1,8 @@
-"""Columns that rows may have in addition to their prompt or dialogue, and a record of the columns that were read.
+"""Reads the columns that rows may have besides their prompt or dialogue, and records which columns were read.
 
 - `system`, `system_prompt`, `developer`: a message before the dialogue (OpenOrca, ShareGPT).
-- `history`: exchanges before the prompt, as messages or as pairs of a question and its answer (Alpaca).
-- `tools`: JSON schemas. `chat_template_kwargs`, `enable_thinking`, `documents`: variables of the chat template.
+- `history`: exchanges before the prompt, as messages or as question-answer pairs (Alpaca).
+- `tools`: JSON schemas. `chat_template_kwargs`, `enable_thinking`, `documents`: chat template variables.
 """
 
 import json
@@ -16,15 +16,15 @@ HISTORY = "history"
 DEVELOPER = "developer"
 TOOLS = "tools"
 EMPTY = ("", [], {})
-"""Values of a column that count as missing."""
+"""Column values that count as missing."""
 
 
 class RowError(ValueError):
-    """A row cannot be used; the error's message names the reason."""
+    """A row cannot be used; the message gives the reason."""
 
 
 class Row(dict):
-    """The columns of a row whose values are not None, and the names of the columns that were read."""
+    """A row's columns that are not None, with a record of the columns that were read."""
 
     def __init__(self, row: dict):
         super().__init__({k: v for k, v in row.items() if v is not None})
@@ -35,24 +35,24 @@ class Row(dict):
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the value of a column, or the default, and record that the column was read."""
+        """Return a column's value or the default, and record that the column was read."""
         self.read.add(key)
         return super().get(key, default)
 
     @property
     def unread(self) -> list[str]:
-        """Names of columns that have a value and that nothing has read."""
+        """Names of non-empty columns that nothing has read."""
         return [str(key) for key, value in self.items() if key not in self.read and value not in EMPTY]
 
 
 def unread_line(names: Iterable[str]) -> str:
-    """Return a sentence about columns that nothing reads; empty if there are none."""
+    """Return a sentence about columns that nothing reads, or an empty string if there are none."""
     names = list(dict.fromkeys(names))
     return f"nothing reads these columns: {', '.join(names)}" if names else ""
 
 
 def system_of(row: dict) -> list[dict]:
-    """Return the system message and the developer message that columns of a row give.
+    """Return the system and developer messages from a row's columns.
 
     Raises RowError if one of them is not text, or if two columns give different system messages.
     """
@@ -67,10 +67,10 @@ def system_of(row: dict) -> list[dict]:
 
 
 def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:
-    """Return the messages, with a system message in front if they have none: the row's, or `system` (`--data.system`).
+    """Prepend a system message if there is none: the row's, or else `system` (`--data.system`).
 
-    If the row has none and `system` is empty, none is added. Developer messages are treated like system messages.
-    Raises RowError if a column gives a system message and the messages begin with a different one.
+    Nothing is added if both are empty. Developer messages are treated like system messages. Raises RowError if a column
+    contains a system message and the messages start with a different one.
     """
     own = [m for m in messages[:2] if m["role"] in ("system", "developer")]
     given = system_of(row)
@@ -93,7 +93,7 @@ def tools_of(row: dict, column: str = TOOLS) -> list | None:
 
 
 def variables_of(row: dict) -> dict[str, Any]:
-    """Return a row's variables of the chat template. Raises RowError if `chat_template_kwargs` is not an object."""
+    """Return a row's chat template variables. Raises RowError if `chat_template_kwargs` is not an object."""
     more = row.get(KWARGS, {}) or {}
     if isinstance(more, str):
         more = json_of(KWARGS, more)
@@ -103,7 +103,7 @@ def variables_of(row: dict) -> dict[str, Any]:
 
 
 def listed(value: Any) -> Any:
-    """Return the value of a column; a numpy array, which tables may contain, becomes a list."""
+    """Convert a numpy array, which tables might contain, to a list; return any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -113,7 +113,7 @@ def kind_of(value: Any) -> str:
 
 
 def json_of(what: str, text: str) -> Any:
-    """Parse a text as JSON. Raises RowError if it is not JSON; the error's message calls the text `what`."""
+    """Parse text as JSON. Raises RowError if it is not JSON; the message calls the text `what`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -121,9 +121,9 @@ def json_of(what: str, text: str) -> Any:
 
 
 def check_text(value: Any) -> None:
-    """Raise RowError if a text in a row contains half of a surrogate pair, which tokenizers cannot encode.
+    """Raise RowError if a string in a row contains an unpaired surrogate, which tokenizers cannot encode.
 
-    JSON can contain such a half as an escape, if a character was cut in two.
+    JSON can contain one as an escape sequence if a character was cut in two.
     """
     for text in strings(value):
         try:
@@ -136,7 +136,7 @@ def check_text(value: Any) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, including keys of objects."""
+    """Yield every string in a JSON value, including object keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Sources of supervised data whose rows need not fit in memory: files read by index, data sets of hubs, streams.
+"""Supervised data sources that need not fit in memory: files read by index, hub data sets, and streams.
 
-An indexed source can read any row by itself: a .jsonl file by the positions of its lines, a .parquet file by its row
-groups, a data set of a hub by its memory map. A stream can only be read forwards: a compressed .jsonl.gz file, or a
-data set that is read from the hub during training. `where(index)` describes a row's place, for error messages.
+An indexed source has random access to its rows: a .jsonl file by line offsets, a .parquet file by row groups, a hub
+data set by its memory map. A stream can only be read sequentially: a compressed .jsonl.gz file, or a data set that is
+streamed from the hub during training. `where(index)` describes a row's location, for error messages.
 """
 
 import gzip
@@ -27,13 +27,13 @@ FORMS = (
 
 @dataclass
 class Table:
-    """Rows in memory, or in files that are mapped into memory."""
+    """Rows in memory or in memory-mapped files."""
 
     name: str
     data: Any
     unit: str = "row"
     columnar: bool = False
-    """True if the data are stored as columns: a row that lacks a key of other rows then has None for it."""
+    """True if the data is stored as columns, where a row has None for keys that only other rows have."""
 
     def __len__(self) -> int:
         return len(self.data)
@@ -48,10 +48,10 @@ class Table:
 
 
 class Lines:
-    """A .jsonl file whose lines are read on demand; it takes 16 bytes of memory for each line."""
+    """A .jsonl file whose lines are read on demand; it uses 16 bytes of memory per line."""
 
     def __init__(self, path: Path):
-        """Read the file once, to find where its lines begin. Raises ValueError if it cannot be read."""
+        """Scan the file once to index its lines. Raises ValueError if it cannot be read."""
         self.name, self.path = str(path), path
         self.starts, self.numbers = array("q"), array("q")
         try:
@@ -78,7 +78,7 @@ class Lines:
 
 
 class Parquet:
-    """A .parquet file, of which at most four row groups are in memory at a time."""
+    """A .parquet file with at most four row groups in memory at a time."""
 
     def __init__(self, path: Path):
         """Open the file. Raises ValueError if it is not a readable parquet file."""
@@ -109,12 +109,12 @@ class Parquet:
 
 @dataclass
 class Gzipped:
-    """A compressed .jsonl.gz file, which can only be read from its beginning."""
+    """A compressed .jsonl.gz file, which can only be read from the start."""
 
     name: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield all rows from index `start` on, counted from 0. In place of a row that cannot be read, yield an error.
+        """Yield all rows from index `start` (from 0) on. Yield an error in place of a row that cannot be read.
 
         Raises ValueError if the file cannot be opened or ends early.
         """
@@ -131,7 +131,7 @@ class Gzipped:
 
 @dataclass
 class Hub:
-    """A data set that is read from the Hugging Face hub during training."""
+    """A data set that is streamed from the Hugging Face hub during training."""
 
     name: str
     rest: str
@@ -152,13 +152,13 @@ class Hub:
 
 
 Indexed = Table | Lines | Parquet
-"""Sources that return a row by its index. They raise ValueError for a row that cannot be read."""
+"""Sources with random access to rows. They raise ValueError for a row that cannot be read."""
 Streamed = Gzipped | Hub
-"""Sources that can only be read forwards."""
+"""Sources that can only be read sequentially."""
 
 
 def open_rows(spec: str) -> Indexed | Streamed:
-    """Open a source of rows in one of the FORMS. Raises ValueError with a message that names the setting to change."""
+    """Open a row source given in one of the FORMS. Raises ValueError, which names the setting to change."""
     kind, _, rest = spec.partition(":")
     if kind == "stream":
         return Hub(spec, rest)
@@ -182,10 +182,10 @@ def open_rows(spec: str) -> Indexed | Streamed:
 
 
 def without_gaps(value: Any) -> Any:
-    """Return a row of a table without the keys whose value is None, at any depth.
+    """Remove keys whose value is None from a table row, at any depth.
 
-    In a table every row has the keys of all rows. Without this step, an argument of one tool would appear as null in
-    the calls of all other tools.
+    In a table every row has the keys of all rows, so without this step one tool's argument would appear as null in the
+    calls of all other tools.
     """
     if isinstance(value, dict):
         return {k: without_gaps(v) for k, v in value.items() if v is not None}

@@ -1,6 +1,6 @@
-"""Reads scores of answers (a number, or a dict of a score and its named parts), and scores reasoning-gym's puzzles.
+"""Reads answer scores (a number, or a dict of a score and its named parts), and scores reasoning-gym puzzles.
 
-reasoning-gym (https://github.com/open-thought/reasoning-gym) scores each task by the task's own scorer.
+reasoning-gym (https://github.com/open-thought/reasoning-gym) scores each task with the task's own scorer.
 """
 
 import json
@@ -11,35 +11,35 @@ from functools import lru_cache
 from typing import Any
 
 RIGHT = 1.0 - 1e-6
-"""Lowest score of a right answer: a sum of parts, such as 0.6 + 0.3 + 0.1, may fall short of 1 by rounding."""
+"""Minimum score of a correct answer: a sum of parts, such as 0.6 + 0.3 + 0.1, can round to slightly less than 1."""
 
 
 def is_right(score: Any) -> Any:
-    """Return True if a score is that of a right answer: at least 1, except for rounding. nan counts as wrong.
+    """Return True if a score means a correct answer: at least 1, up to rounding. nan counts as wrong.
 
-    score: a number, or a tensor of them, for which a tensor of bool is returned.
+    score: a number, or a tensor, for which a bool tensor is returned.
     """
     return score >= RIGHT
 
 
 ACCURACY = "acc"
-"""Name (as in verl) of the reward part that is 1 for a right answer. A reward whose score measures more than
+"""Name (as in verl) of the reward part that is 1 for a correct answer. A reward whose score measures more than
 correctness needs this part."""
 
 
 def counts_as_right(score: float, parts: dict[str, float]) -> bool:
-    """Return True if an evaluation counts an answer as right: by its part `acc`, or without this part by its score.
+    """Return True if evaluations count an answer as correct, judged by its part `acc` if present, else by its score.
 
-    An answer whose score is nan never counts as right.
+    A nan score never counts as correct.
     """
     return not math.isnan(score) and bool(is_right(parts.get(ACCURACY, score)))
 
 
 def as_score(value: object) -> tuple[float, dict[str, float]]:
-    """Return the score that `value` gives, even if it is nan or infinite, and the finite parts by name.
+    """Return the score in `value`, even if it is nan or infinite, and its finite parts by name.
 
-    value: a number, a scalar of numpy or torch, or `{"score": number, name: number, ...}`. Entries that are not finite
-    numbers (verl's `pred` texts) are left out. Raises TypeError for a value of another form.
+    value: a number, a numpy or torch scalar, or `{"score": number, name: number, ...}`. Entries that are not finite
+    numbers (such as verl's `pred` strings) are omitted. Raises TypeError for any other value.
     """
     if isinstance(value, dict):
         if "score" not in value:
@@ -57,9 +57,9 @@ def as_score(value: object) -> tuple[float, dict[str, float]]:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number or a scalar of numpy or torch as a float, and None for anything else."""
+    """Convert a number or a numpy or torch scalar to a float; return None for anything else."""
     if callable(getattr(value, "item", None)):
-        # A scalar, or an array or tensor of one number. torch's `size` is a method, so `numel` is tried first.
+        # A scalar, or a one-element array or tensor. torch's `size` is a method, so try `numel` first.
         numel = getattr(value, "numel", None)
         if (numel() if callable(numel) else getattr(value, "size", 1)) == 1:
             value = value.item()  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def as_number(value: object) -> float | None:
 
 
 def describe(key: object) -> str:
-    """Describe the key of a graded item: an int is a prompt index, a tuple begins with (prompt, sample)."""
+    """Describe the key of a graded item: an int is a prompt index, a tuple starts with (prompt, sample)."""
     if isinstance(key, tuple) and len(key) >= 2:
         return f"prompt {key[0]}, sample {key[1]}"
     return f"prompt {key}" if isinstance(key, int) else f"item {key}"
@@ -81,22 +81,22 @@ _TUPLE_TASKS = ("arc_agi", "rearc")
 
 
 def answer_of(reply: str) -> tuple[str, bool]:
-    """Return the text in a reply's last `<answer>` tags, or else the whole reply, and True if it has the tags."""
+    """Return the text in a reply's last `<answer>` tags, or else the whole reply, and whether it has such tags."""
     tagged = _ANSWER.findall(reply)
     return (tagged[-1] if tagged else reply).strip(), bool(tagged)
 
 
 def puzzle_score(task: str, config: dict, entry: dict, answer: str) -> float:
-    """Return the score, 0 to 1, that a task gives to an answer. config, entry: columns of `reasoning-gym:<task>`."""
+    """Score an answer to a task, from 0 to 1. config, entry: columns of `reasoning-gym:<task>`."""
     entry = _tuples(entry) if task in _TUPLE_TASKS else entry
     return data_set_score(_data_set(task, json.dumps(config)), entry, answer)
 
 
 def data_set_score(data: Any, entry: dict, answer: str) -> float:
-    """Return the score of an answer to an entry of one of reasoning-gym's data sets.
+    """Score an answer to an entry of a reasoning-gym data set.
 
-    Some scorers raise an error for text that they cannot read; such an answer scores 0. If a scorer raises an error
-    for the puzzle's own answer as well, that error is raised.
+    Some scorers raise an error for text that they cannot parse; such an answer scores 0. If a scorer also fails on the
+    puzzle's reference answer, its error is re-raised.
     """
     try:
         return float(data.score_answer(answer, entry))
