@@ -1,4 +1,4 @@
-"""The backend-independent training step: splits batches into micro-batches and skips non-finite steps."""
+"""Implements the training step shared by all backends: splits batches into micro-batches, skips non-finite steps."""
 
 import math
 from functools import cached_property

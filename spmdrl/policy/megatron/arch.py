@@ -1,4 +1,4 @@
-"""Describes a model in Megatron's terms, and lists the names of its parameters in HF checkpoints.
+"""Describes a model for Megatron and maps its parameters to HF checkpoint names.
 
 `families.py` creates the description from a HF config. This module does not import Megatron.
 """
@@ -10,45 +10,45 @@ from typing import Any
 import torch
 
 Names = dict[str, tuple[str, ...]]
-"""Parameter of a Megatron layer -> names of the HF tensors that it combines; `E` stands for the number of an expert."""
+"""Megatron layer parameter -> names of the HF tensors that it combines; `E` stands for the expert index."""
 
 
 @dataclass
 class Architecture:
-    """The description of a model, from which `model.py` builds it."""
+    """A model description, from which `model.py` builds the model."""
 
     settings: dict
     """Keyword arguments of Megatron's TransformerConfig, or of MLATransformerConfig with `multi_latent_attention`."""
     names: Names
     vocab: int
     positions: int
-    """Maximum number of tokens of a sequence that the model can read."""
+    """Maximum sequence length in tokens."""
     tied: bool
-    """True if the output head shares its weight with the embedding."""
+    """True if the output head is tied to the embedding."""
     rope_base: float
     rotary_share: float = 1.0
-    """Share of a head's channels, counted from the first one, that the rotary embedding rotates."""
+    """Fraction of the head dimension, starting at the first channel, that rotary embeddings apply to."""
     frequencies: torch.Tensor | None = None
-    """Frequencies of the rotary embedding, float32 [rotated channels / 2]; None to compute them from `rope_base`."""
+    """Rotary frequencies, float32 [rotated channels / 2], or None to compute them from `rope_base`."""
     softcap: float | None = None
-    """Cap on attention scores, as softcap * tanh(score / softcap); None for no cap."""
+    """Cap on attention scores, as softcap * tanh(score / softcap), or None for no cap."""
     embedding_scale: float | None = None
-    """Factor that multiplies the token embeddings; None for 1."""
+    """Scale of the token embeddings, or None for 1."""
     post_norms: bool = False
-    """True if the outputs of attention and feed-forward are normalized before they are added to the residual stream."""
+    """True if attention and feed-forward outputs are normalized before they are added to the residual stream."""
     beside: str = ""
-    """Name prefix of tensors that checkpoints include although they are not trained, such as a vision tower."""
+    """Name prefix of checkpoint tensors that are not trained, such as a vision tower."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture differs from the common settings and parameter names."""
+    """How an architecture deviates from the common settings and parameter names."""
 
     adapt: Callable[[Any, Architecture], None] = lambda h, a: None
-    """Function (HF config, `Architecture` with the common settings) that adds the family's settings in place."""
+    """Function (HF config, `Architecture` with common settings) that applies the family's settings in place."""
     names: Names = field(default_factory=dict)
     partial_rotary: bool = False
-    """True if transformers applies `partial_rotary_factor` in this family; in other families it ignores the setting."""
+    """True if transformers respects `partial_rotary_factor` in this family; it is ignored in all others."""
 
 
 # ── names ────────────────────────────────────────────────────────────────────
@@ -79,7 +79,7 @@ OUTSIDE = {
     "output_layer.weight": "lm_head.weight",
     "output_layer.bias": "score.bias",
 }
-"""Parameters outside of layers -> names of HF tensors."""
+"""Non-layer parameter -> names of HF tensors."""
 LATENT: Names = {
     "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
     "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),

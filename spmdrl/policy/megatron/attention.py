@@ -1,10 +1,10 @@
-"""Divides packed sequences over context-parallel ranks, and computes attention for Megatron without TransformerEngine.
+"""Shards packed sequences over context-parallel ranks, and implements attention without TransformerEngine.
 
-Under context parallelism (cp ranks), every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks.
-Rank r gets the r-th chunk and the r-th chunk from the end, so that causal attention costs the same on every rank.
-TransformerEngine and Megatron's rotary embedding divide sequences the same way.
+With context parallelism over cp ranks, every sequence is padded to a multiple of 2 cp tokens and split into 2 cp
+chunks. Rank r gets the r-th chunk and the r-th chunk from the end, which balances the cost of causal attention.
+TransformerEngine and Megatron's rotary embedding use the same split.
 
-Shapes: T tokens of a pack, S of them (with padding) on one rank, n heads, g key-value heads, d channels of a head.
+Shapes: T packed tokens, S of them (with padding) on one rank, n heads, g key-value heads, d head dimension.
 """
 
 from dataclasses import dataclass
@@ -30,23 +30,22 @@ from spmdrl.spmd.copies import to_device
 
 @dataclass
 class Params(PackedSeqParams):
-    """The information about a pack that Megatron's layers receive."""
+    """Packed-sequence parameters that Megatron's layers receive."""
 
     routing: Any = None
-    """The information about the pack that routers need (`routing.Routing`); None for a model without experts."""
+    """Information for the routers (`routing.Routing`), or None for a dense model."""
     lengths: tuple[int, ...] = ()
-    """Padded lengths of the pack's sequences. They are in host memory, because reading them from the GPU would make the
-    host wait for it in each layer."""
+    """Padded sequence lengths, in host memory. Reading them from the GPU would synchronise in each layer."""
     order: torch.Tensor | None = None
-    """int64: under context parallelism, the place of each row of the complete pack among the rows of all ranks; else
-    None."""
+    """int64: with context parallelism, the index of each row of the full packed batch within the gathered rows of all
+    ranks; otherwise None."""
     runs: Runs | None = None
-    """The result of `runs_of`, on the device, computed by the first layer that needs it; None until then."""
+    """Result of `runs_of` on the device, computed by the first layer that needs it; None until then."""
 
 
 @dataclass
 class Pack:
-    """One rank's input for a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
+    """One rank's input to a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
 
     tokens: torch.Tensor
     """Token ids, int64 [1, S]; 0 for padding."""
@@ -54,18 +53,18 @@ class Pack:
     """Position of each token in its sequence, int64 [1, S]."""
     params: Params
     rows: torch.Tensor
-    """int64 [S]: index of each token among the pack's T tokens; -1 for padding."""
+    """int64 [S]: index of each token among the T packed tokens; -1 for padding."""
     head: HeadRows
-    """The tokens under the loss mask for which this rank's head computes numbers."""
+    """The tokens in the loss mask that this rank's head processes."""
 
 
 def make_packs(batches: list[Batch], layout: Layout, cp_rank: int, before: bool) -> list[Pack]:
-    """Return this rank's packs for the micro-batches of one pass through a pipeline, in host memory.
+    """Return this rank's packed micro-batches for one pass through the pipeline, in host memory.
 
-    Arguments as in `make_pack`. A batch keeps its pack for later passes.
+    Arguments as in `make_pack`. Packs are cached in their batch for later passes.
     """
-    # With virtual stages, all packs must have the same length. If lengths differed, Megatron's stages would exchange
-    # them first, and two stages of the interleaved schedule could deadlock in that exchange.
+    # With virtual stages, all packs must have the same length. Otherwise, Megatron's stages would first exchange the
+    # lengths, and two stages of the interleaved schedule could deadlock in that exchange.
     size = 0
     if layout.virtual_stages > 1 and batches:
         size = max(sum(_padded(batch.lengths.tolist(), layout)) for batch in batches)
@@ -79,11 +78,11 @@ def make_packs(batches: list[Batch], layout: Layout, cp_rank: int, before: bool)
 
 
 def make_pack(batch: Batch, layout: Layout, cp_rank: int, before: bool, size: int = 0) -> Pack:
-    """Return this rank's part of a pack; without context parallelism this is the complete pack.
+    """Return this rank's part of a packed batch, which is all of it without context parallelism.
 
-    Padding is at the end of each sequence, where causal attention hides it. before: whether the head gets the state
-    before a token, which predicts it, instead of the state after it. size: number of tokens, over all ranks, to which
-    the pack is padded; 0 for no more padding than the layout needs.
+    Sequences are padded on the right, where causal attention hides the padding. before: whether the head reads the
+    hidden state that predicts a token instead of the one at the token. size: total number of tokens over all ranks to
+    pad to, or 0 for the minimum that the layout requires.
     """
     tokens_T, mask_T, lengths = batch.token["tokens"], batch.token["mask"], batch.lengths.tolist()
     padded = _padded(lengths, layout)
@@ -98,7 +97,7 @@ def make_pack(batch: Batch, layout: Layout, cp_rank: int, before: bool, size: in
     mine = rows_of(padded, layout.cp, cp_rank)
     rows_S = torch.cat(rows)[mine]
     tokens_S = torch.where(rows_S >= 0, tokens_T[rows_S.clamp(min=0)], 0)
-    # of_S is the token to which each state belongs: the next one, which the state predicts, or the state's own token.
+    # of_S maps each state to a token: the next one, which the state predicts, or the token at the state.
     of_S = torch.where(rows_S < 0, -1, rows_S + int(before))
     inside = (of_S >= 0) & (of_S < len(mask_T))
     at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()
@@ -112,10 +111,9 @@ def make_pack(batch: Batch, layout: Layout, cp_rank: int, before: bool, size: in
 
 
 def pack_on_device(pack: Pack, device: torch.device) -> Pack:
-    """Return a pack with all tensors on a device."""
+    """Return a copy of the packed batch with all tensors moved to `device`."""
     pack = to_device(pack, device)
-    # `repairs.py` reads this attribute. This tensor is the only part of the pack that Megatron's rotary embedding
-    # receives.
+    # `repairs.py` reads this attribute. Megatron's rotary embedding only receives this tensor of the packed batch.
     setattr(pack.params.cu_seqlens_q, "positions", pack.positions[0])  # noqa: B010
     return pack
 
@@ -123,13 +121,13 @@ def pack_on_device(pack: Pack, device: torch.device) -> Pack:
 def _padded(lengths: list[int], layout: Layout) -> list[int]:
     step = 2 * layout.cp if layout.cp > 1 else 1
     padded = [-(-n // step) * step for n in lengths]
-    # The last sequence gets further padding, because sequence parallelism cuts a rank's tokens into tp equal parts.
+    # Pad the last sequence further, because sequence parallelism splits a rank's tokens into tp equal parts.
     padded[-1] += -sum(padded) % lcm(step, layout.cp * (layout.tp if layout.sp else 1))
     return padded
 
 
 def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
-    """Return the indices, int64 [S], of a rank's rows in a padded pack. padded: sequence lengths, multiples of 2 cp."""
+    """Return the indices, int64 [S], of a rank's rows in the padded batch. padded: lengths, multiples of 2 cp."""
     if cp == 1:
         return torch.arange(sum(padded))
     out, first = [], 0
@@ -142,10 +140,10 @@ def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
 
 
 def runs_of(lengths: list[int], cp: int, rank: int) -> Runs:
-    """Return the `Runs` of a rank's queries over the keys of the complete pack, for kernels in `attention/varlen.py`.
+    """Return the `Runs` of a rank's queries over all keys, for the kernels in `attention/varlen.py`.
 
-    lengths: padded lengths of the sequences, as in `rows_of`. With cp > 1, a chunk counts as one sequence, whose keys
-    are those of the chunk and of all chunks before it in its sequence.
+    lengths: padded sequence lengths, as in `rows_of`. With cp > 1, every chunk is treated as a sequence whose keys are
+    those of the chunk and of all previous chunks in the original sequence.
     """
     if cp == 1:
         return make_runs(lengths)
@@ -160,10 +158,10 @@ def runs_of(lengths: list[int], cp: int, rank: int) -> Runs:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """Compute attention of one sequence: queries [s, n, d], keys [t, g, d], values [t, g, e] -> [s, n, e].
+    """Compute attention for one sequence: queries [s, n, d], keys [t, g, d], values [t, g, e] -> [s, n, e].
 
-    visible: bool [s, t], True for keys to which a query attends; None for causal attention with s = t. softcap: scores
-    become softcap * tanh(scores / softcap); None for no cap.
+    visible: bool [s, t], True for keys that a query attends to, or None for causal attention with s = t. softcap: cap
+    on scores, as softcap * tanh(scores / softcap), or None for no cap.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -179,10 +177,11 @@ def attend(
 
 
 class CoreAttention(MegatronModule):
-    """Attention over packed sequences without TransformerEngine, by a kernel of `attention/varlen.py` if possible.
+    """Attention over packed sequences without TransformerEngine, using the kernels in `attention/varlen.py` if
+    possible.
 
-    It supports grouped heads, latent attention (values of another width than keys), sliding windows and soft-capped
-    scores. Under context parallelism it gathers the keys and values of all ranks.
+    It supports grouped-query attention, latent attention (different key and value dimensions), sliding windows and
+    softcapping. With context parallelism, it all-gathers keys and values.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class CoreAttention(MegatronModule):
         softcap: float | None = None,
         **unused: Any,
     ):
-        """softcap: as in `attend`. The other arguments are those that Megatron passes to every core attention."""
+        """softcap: as in `attend`. Megatron passes the other arguments to every core attention."""
         super().__init__(config=config)
         self.scale, self.softcap = softmax_scale, softcap
         self.cp_group = pg_collection.cp
@@ -208,14 +207,13 @@ class CoreAttention(MegatronModule):
         lengths = list(packed_seq_params.lengths)
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp > 1:
-            # The backward of this gather sums the gradients of keys and values over ranks.
+            # The backward of this gather reduces the gradients of keys and values over ranks.
             order = packed_seq_params.order
             key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group)[order] for x in (key, value))
         scale = self.scale or query.shape[-1] ** -0.5
         kernel = pick("auto", needs_of(query, value, self.softcap), installed())
         if kernel in KERNELS:
-            # Megatron's window is the number of keys before the query's token; the window of the kernels also counts
-            # the key of that token.
+            # Megatron's window size excludes the query's own token; the kernels' window size includes it.
             window = None if self.window is None else self.window + 1
             if packed_seq_params.runs is None:
                 packed_seq_params.runs = to_device(runs_of(lengths, cp, rank), key.device)

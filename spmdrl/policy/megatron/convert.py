@@ -1,13 +1,14 @@
-"""Maps a Megatron rank's parameters to ranges of tensors in HF checkpoints.
+"""Maps a Megatron rank's parameters to slices of HF checkpoint tensors.
 
-A list of slots describes a rank's parameters. A slot (`Held`) is the name of a checkpoint tensor, this rank's range of
-it, and a view of the parameter for that range. To load a model, files are read into the views; `weights/reshard.py`
-sends the views to engines, and `weights/safetensors.py` writes them to files. No parameter is gathered.
+A rank's parameters are described by a list of slots. A slot (`Held`) consists of the name of a checkpoint tensor, this
+rank's slice of it, and a view of the parameter that stores this slice. To load a model, files are read into the views;
+`weights/reshard.py` sends the views to engines, and `weights/safetensors.py` writes them to files. No parameter is ever
+gathered.
 
-In Megatron, one parameter stores the projections of queries, keys and values group by group, [groups, query heads of a
-group + 2, channels of a head, hidden]. Another one concatenates gate and up projections, each divided over tp. The
-vocabulary is padded at its end. Several ranks have the same range of a parameter that is replicated over tp, cp or
-data, or of a tied embedding, which is on the first and the last stage.
+In Megatron, one parameter stores the query, key and value projections interleaved by group, [groups, query heads per
+group + 2, head dimension, hidden]. Another one concatenates the gate and up projections, each sharded over tp. The
+vocabulary is padded at the end. Parameters replicated over tp, cp or data, and tied embeddings, which are on the first
+and the last stage, have the same slice on several ranks.
 """
 
 import re
@@ -25,34 +26,35 @@ from spmdrl.weights.reshard import Box, Piece
 from spmdrl.weights.safetensors import fill
 
 ROW = ("linear_proj.weight", "linear_fc2.weight")
-"""Name endings of parameters whose second dimension is divided over tp."""
+"""Name suffixes of parameters whose second dimension is sharded over tp."""
 COLUMN = ("linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight")
-"""Name endings of parameters whose first dimension is divided over tp without a special order of rows."""
+"""Name suffixes of parameters whose first dimension is sharded over tp without reordering rows."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A range of one checkpoint tensor that this rank has, and the view of its parameter that stores this range."""
+    """A slice of a checkpoint tensor on this rank, and the view of the parameter that stores it."""
 
     name: str
-    """Name in a HF checkpoint."""
+    """Name of the tensor in HF checkpoints."""
     shape: tuple[int, ...]
-    """Shape of the complete checkpoint tensor."""
+    """Shape of the full checkpoint tensor."""
     box: Box
-    """This rank's range of the checkpoint tensor."""
+    """This rank's slice of the checkpoint tensor."""
     param: torch.Tensor
-    """The parameter or buffer of the model that contains the range."""
+    """The parameter or buffer that contains the slice."""
     view: torch.Tensor
-    """The view of `param` that stores the range, in the range's shape."""
+    """View of `param` that stores the slice, in the shape of the slice."""
     exact: bool = False
-    """True for a buffer that must not be cast to another type."""
+    """True for a buffer that must not be cast to another dtype."""
 
 
 def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
-    """Return the slots of this rank, model chunk by model chunk; every call returns the same names in the same order.
+    """Return this rank's slots, by model chunk; every call returns the same names in the same order.
 
-    models: the result of `model.build`, or its models in wrappers that have `.module`. of: function of a parameter or
-    buffer that returns the tensor of the same shape to view: itself, or its gradient (`lambda p: p.main_grad`).
+    models: the result of `model.build`, possibly in wrappers with a `.module`. of: function that maps a parameter or
+    buffer to the tensor to view, which has the same shape: the parameter itself or its gradient (`lambda p:
+    p.main_grad`).
     """
     out = []
     for model in map(unwrapped, models):
@@ -64,18 +66,18 @@ def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = to
 
 
 def pieces(models: Sequence[Any]) -> list[Piece]:
-    """Return the slots as pieces for `weights/reshard.py`; their tensors are views that reflect later updates."""
+    """Return the slots as pieces for `weights/reshard.py`, with views that reflect later updates."""
     return [Piece(h.name, h.shape, h.box, h.view, h.exact) for h in slots(models)]
 
 
 def load(models: Sequence[Any], folder: Path, blocks: tuple[int, int] | None = None) -> None:
-    """Read the weights of the models from HF safetensors; each rank reads only its ranges.
+    """Load model weights from HF safetensors; each rank only reads its own slices.
 
-    A `value` head that the folder lacks starts at 0. blocks: the size of the blocks that share a scale in a folder with
-    fp8 weights (`weights/folder.py`); None for other folders.
+    A `value` head that is missing from the folder is set to 0. blocks: size of the blocks that share a scale if the
+    weights are fp8 (`weights/folder.py`), otherwise None.
 
     Raises:
-        ValueError: the folder lacks a tensor, or has a tensor of another shape.
+        ValueError: a tensor is missing from the folder or has the wrong shape.
     """
     wanted, tensors = pieces(models), Tensors(folder, blocks)
     if any(unwrapped(m).head == "value" for m in models) and "score.weight" not in tensors:
@@ -97,12 +99,12 @@ Cut = Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]
 
 
 def _rows(group: Any, local: int) -> tuple[int, tuple[int, int]]:
-    """Return the size of a dimension that a group divides, and this rank's range. local: size of this rank's part."""
+    """Return the full size of a sharded dimension, and this rank's range of it. local: size of this rank's shard."""
     return local * group.size(), (local * group.rank(), local * (group.rank() + 1))
 
 
 def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
-    """Yield (checkpoint name, complete shape, box, view) of each checkpoint tensor that one parameter combines."""
+    """Yield (checkpoint name, full shape, box, view) for each checkpoint tensor combined in one parameter."""
     groups, arch = model.pg_collection, model.arch
     tp = groups.tp
     if name in OUTSIDE:
@@ -111,8 +113,7 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     assert found, name
     number, inside = model.decoder.layers[int(found[1])].layer_number - 1, found[2]
-    # Either each expert is a module, or one module has the weights of several experts with numbered names, which are
-    # mapped to the names of the first case.
+    # Experts are either separate modules, or numbered weights of a single module. Map the latter to the former's names.
     inside = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)$", r"experts.local_experts.\2.\1", inside)
     expert = re.search(r"\.local_experts\.(\d+)\.", inside)
     if expert:
@@ -158,7 +159,7 @@ def _outside(model: Any, name: str, data: torch.Tensor, tp: Any) -> Cut:
 
 
 def _qkv(model: Any, names: list[str], data: torch.Tensor, tp: Any) -> Cut:
-    """Yield the slots of queries, keys and values in a weight [groups * (r + 2) * channels, hidden] or in its bias."""
+    """Yield the query, key and value slots of a weight [groups * (r + 2) * channels, hidden] or of its bias."""
     s = model.arch.settings
     r, head = s["num_attention_heads"] // s["num_query_groups"], s["kv_channels"]
     grouped = data.unflatten(0, (-1, r + 2, head))

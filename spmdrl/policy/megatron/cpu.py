@@ -1,10 +1,10 @@
 """Runs Megatron-core on CPUs.
 
-Megatron's code calls functions of torch for CUDA devices, streams and random states. This module replaces the global
-name `torch` in each loaded module of Megatron by a substitute. The substitute uses the CPU in these functions and
-forwards all other names to torch. torch itself stays unchanged, because other libraries in this process need it.
-This does not change results, because the operations of streams have no effect on them. A few functions of Megatron that
-need a GPU, or are slow on a CPU, are replaced too. If ranks use GPUs, this module does nothing.
+Megatron calls torch functions for CUDA devices, streams and RNG states. This module replaces the global name `torch` in
+every loaded Megatron module with a substitute that uses the CPU in these functions and forwards all other names to
+torch. torch itself is not modified, because other libraries in the process need it. This does not change results,
+because stream operations have no effect on them. A few Megatron functions that need a GPU or are slow on CPU are
+replaced, too. If ranks use GPUs, this module does nothing.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from spmdrl_kernels.host import host_linear, takes
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
-"""Functions of torch that Megatron calls with a CUDA device or pinned memory; the substitute uses neither of them."""
+"""torch functions that Megatron calls with a CUDA device or pinned memory, which the substitute ignores."""
 
 
 class _Nothing:
-    """An object in place of a CUDA stream or event, whose operations do nothing."""
+    """A stand-in for CUDA streams and events whose operations are no-ops."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -56,14 +56,14 @@ class _Cuda(types.ModuleType):
 
 
 class _Distributed(ranks.Distributed):
-    """A substitute for torch.distributed with two collectives over parts of unequal size, which gloo lacks.
+    """A substitute for torch.distributed with two collectives over tensors of unequal size, which gloo lacks.
 
-    Megatron uses these collectives if the columns of experts are divided over ranks (`--parallel.etp`).
+    Megatron uses these collectives for expert tensor parallelism (`--parallel.etp`).
     """
 
     @staticmethod
     def all_gather(tensor_list, tensor, group=None, async_op=False):
-        """Implements `torch.distributed.all_gather` for parts that may differ in their first dimension."""
+        """Implements `torch.distributed.all_gather` for tensors that can differ in their first dimension."""
         if all(part.shape == tensor_list[0].shape for part in tensor_list):
             return torch.distributed.all_gather(tensor_list, tensor, group=group, async_op=async_op)
         mine = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
@@ -75,7 +75,7 @@ class _Distributed(ranks.Distributed):
 
     @staticmethod
     def reduce_scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
-        """Implements `torch.distributed.reduce_scatter` for parts that may differ in their first dimension."""
+        """Implements `torch.distributed.reduce_scatter` for tensors that can differ in their first dimension."""
         if all(part.shape == input_list[0].shape for part in input_list):
             return torch.distributed.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         whole = torch.cat(input_list)
@@ -107,12 +107,12 @@ STAND_IN = _Torch("torch")
 
 
 def install() -> None:
-    """Make megatron.core run on this machine's CPU; do nothing if ranks use GPUs. Repeated calls have no effect."""
+    """Make megatron.core run on CPU; a no-op if ranks use GPUs. Repeated calls have no effect."""
     if repairs.on_gpus():
         return
     with repairs.quiet():
-        # Megatron would compile each of its small functions at first use. This takes seconds and makes nothing faster
-        # on a CPU.
+        # Megatron would compile each of its small functions on first use, which takes seconds and speeds up nothing on
+        # CPU.
         importlib.import_module("megatron.core.jit").disable_jit_fuser()
     repairs.load()
     for name, module in list(sys.modules.items()):
@@ -134,7 +134,7 @@ def _random_states() -> None:
 
     @contextlib.contextmanager
     def fork(self, name=random._MODEL_PARALLEL_RNG_TRACKER_NAME):
-        # Megatron's version would warn at every use that the host's random state changed. On a CPU this is intended.
+        # Megatron's version would warn at every use that the host's RNG state changed, which is intended on CPU.
         before = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
@@ -157,7 +157,7 @@ def _linear() -> None:
     # functools.wraps copies the attributes that Megatron reads from this function.
     @functools.wraps(own)
     def linear(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more):
-        # Only a call without collectives is a plain matrix product, which `host_linear` can compute.
+        # Only calls without collectives are plain matrix products, which `host_linear` can compute.
         special = allreduce_dgrad or sequence_parallel or more.get("grad_output_buffer") is not None
         if special or not takes(input, weight):
             return own(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more)
@@ -171,7 +171,7 @@ def _experts() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor, as_numpy=False, record_stream=False):
-        # Callers need the sizes as numpy arrays; Megatron's version converts them only when it copies from a GPU.
+        # Callers need the sizes as numpy arrays; Megatron's version only converts them when copying from a GPU.
         tensor = tensor.cpu() if torch.is_tensor(tensor) else tensor
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -184,7 +184,7 @@ def _optimizer() -> None:
 
     @torch.no_grad()
     def clip(parameters, max_norm, total_norm, use_decoupled_grad=False):
-        # Megatron's version cannot be used, because it asserts by type names that gradients are CUDA tensors.
+        # Megatron's version cannot be used, because it asserts by type name that gradients are CUDA tensors.
         name = "decoupled_grad" if use_decoupled_grad else "grad"
         factor = max_norm / (total_norm + 1e-6)
         for p in parameters:
@@ -199,11 +199,11 @@ def _messages() -> None:
     from megatron.core.pipeline_parallel import p2p_communication
 
     def exchange(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        """Start sends and receives between neighbouring stages; return their work handles by name."""
+        """Start sends and receives between neighbouring stages; return work handles by name."""
         # With two stages, Megatron's version cannot be used: it sends in one direction over the default group, which
         # includes ranks without Megatron models.
         work = {}
-        # The next and the previous stage may be the same rank. So receives must be in the order of that rank's sends.
+        # The next and the previous stage can be the same rank, so receives must be in the order of that rank's sends.
         for name, peer in (
             ("send_next", next_pipeline_rank),
             ("recv_prev", prev_pipeline_rank),
@@ -219,9 +219,9 @@ def _messages() -> None:
 
 
 def dress(parameters: Any) -> None:
-    """Make `type()` of CPU parameters return the CUDA type names by which Megatron's optimizers group them."""
+    """Make `type()` of CPU parameters return CUDA type names, by which Megatron's optimizers group them."""
     for p in parameters:
         if not p.is_cpu:
             continue
-        # The attribute is a bound method of a string, which unlike a lambda can be pickled with the parameter.
+        # Use a bound method of a string, which can be pickled with the parameter, unlike a lambda.
         p.type = torch.Tensor.type(p).replace("torch.", "torch.cuda.", 1).__str__

@@ -1,7 +1,7 @@
-"""Translates HF architectures into Megatron's terms: settings of a TransformerConfig, and names of parameters.
+"""Translates HF architectures for Megatron: TransformerConfig settings and parameter names.
 
-A family is a function that adds settings to the common ones, and a table (`arch.py`) of those parameter names in its
-checkpoints that differ from the common ones. `FAMILIES` lists all families. This module does not import Megatron.
+A family consists of a function that extends the common settings and a table (`arch.py`) of the checkpoint names that
+differ from the common ones. `FAMILIES` lists all families. This module does not import Megatron.
 """
 
 from copy import copy
@@ -15,14 +15,14 @@ from spmdrl.policy.megatron.arch import GEMMA2, LATENT, MIXTRAL, NAMES, Architec
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not depend on the length of a sequence."""
+"""Rotary embedding types whose frequencies do not depend on the sequence length."""
 
 
 def describe(h: Any) -> Architecture:
-    """Translate a HF config into Megatron's terms.
+    """Translate a HF config into an `Architecture`.
 
     Raises:
-        ValueError: the architecture has no converter, or its converter does not support a setting.
+        ValueError: the architecture is not supported, or its converter does not support a setting.
     """
     if h.model_type not in FAMILIES:
         raise ValueError(
@@ -31,7 +31,7 @@ def describe(h: Any) -> Architecture:
             "docs/megatron.md shows how to add one; --policy.backend fsdp trains any model of transformers"
         )
     family = FAMILIES[h.model_type]
-    # For a vision-language model, only the configuration of its language model matters, because only this is built.
+    # For a vision-language model, only the language model is built, so only its config matters.
     text = h.get_text_config()
     out = _common(text, bool(h.tie_word_embeddings))
     out.names |= family.names
@@ -80,19 +80,19 @@ def _common(h: Any, tied: bool) -> Architecture:
     if not windows and window and getattr(h, "use_sliding_window", True):
         windows = [1] * h.num_hidden_layers
     if any(windows) and window:
-        # HF's window counts the query's token, and Megatron's does not.
+        # HF's window includes the query's own token, Megatron's does not.
         settings |= dict(window_size=(window - 1, 0), window_attn_skip_freq=windows)
     out = Architecture(settings, dict(NAMES), h.vocab_size, h.max_position_embeddings, tied, rope_base=0.0)
     if not hasattr(h, "kv_lora_rank"):
         size = getattr(h, "head_dim", None) or h.hidden_size // heads
         settings |= dict(num_query_groups=h.num_key_value_heads, kv_channels=size, softmax_scale=size**-0.5)
-        # The rotary factor multiplies both queries and keys, so scores are multiplied by its square.
+        # The rotary factor scales both queries and keys, so scores are scaled by its square.
         settings["softmax_scale"] *= _rope(h, out) ** 2
     return out
 
 
 def _rope(h: Any, out: Architecture) -> float:
-    """Set base and frequencies of the rotary embedding; return the factor by which it multiplies queries and keys."""
+    """Set rotary base and frequencies; return the factor by which the embedding scales queries and keys."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = h.rope_parameters
@@ -105,7 +105,7 @@ def _rope(h: Any, out: Architecture) -> float:
         return 1.0
     out.frequencies, factor = ROPE_INIT_FUNCTIONS[kind](h, torch.device("cpu"))
     if factor != 1.0 and out.rotary_share != 1.0:
-        # The factor would apply to some channels of a head only, so the softmax scale cannot include it.
+        # The factor would only apply to some channels of a head, so it cannot be folded into the softmax scale.
         raise _refuse(h, f"rope_type {kind} with a partial_rotary_factor")
     return factor
 
@@ -123,8 +123,8 @@ def _qwen2(h: Any, out: Architecture) -> None:
 
 
 def _qwen2_5_vl(h: Any, out: Architecture) -> None:
-    # The multimodal rotary embedding of text is the standard one, because the three position components of a text token
-    # are equal.
+    # For text, the multimodal rotary embedding equals the standard one, because the three position components of a text
+    # token are identical.
     _qwen2(h, out)
     out.beside = "visual."
 
@@ -140,7 +140,7 @@ def _experts(h: Any, out: Architecture, experts: int, columns: int, sparse: list
         moe_router_topk=h.num_experts_per_tok,
         moe_ffn_hidden_size=columns,
         moe_layer_freq=sparse,
-        # Megatron's load-balancing loss is off, because it depends on the layout; that of `routing.py` does not.
+        # Disable Megatron's load-balancing loss, which depends on the layout, unlike the one in `routing.py`.
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
         **more,
@@ -151,8 +151,8 @@ def _qwen3_moe(h: Any, out: Architecture) -> None:
     _qwen3(h, out)
     layers = range(h.num_hidden_layers)
     sparse = [int((i + 1) % h.decoder_sparse_step == 0 and i not in (h.mlp_only_layers or [])) for i in layers]
-    # With norm_topk_prob, the weights of the chosen experts sum to 1, as after a softmax over only these experts.
-    # Megatron computes that softmax if moe_router_pre_softmax is false.
+    # With norm_topk_prob, the weights of the chosen experts sum to 1, as with a softmax over only these experts, which
+    # Megatron computes if moe_router_pre_softmax is false.
     before = not h.norm_topk_prob
     _experts(h, out, h.num_experts, h.moe_intermediate_size, sparse, moe_router_pre_softmax=before)
 
@@ -162,13 +162,13 @@ def _mixtral(h: Any, out: Architecture) -> None:
 
 
 def _biased_experts(h: Any, out: Architecture) -> None:
-    """Add DeepSeek-V3's experts: sigmoid scores, a bias that affects only the choice, shared experts, dense layers."""
+    """Add DeepSeek-V3's MoE: sigmoid scores, a bias for selection only, shared experts, dense layers."""
     if not h.norm_topk_prob:
         raise _refuse(h, "norm_topk_prob set to false")
-    # The groups of experts limit a token's choice only if it cannot use all groups.
+    # Expert groups only restrict the choice if a token cannot use all of them.
     limited = h.n_group != h.topk_group
     if limited and h.num_experts_per_tok // h.topk_group != 2:
-        # Megatron scores a group by its best topk // topk_group experts, and transformers by its best two.
+        # Megatron scores a group by its top (topk // topk_group) experts, transformers by its top two.
         raise _refuse(h, "num_experts_per_tok other than twice topk_group")
     dense = h.first_k_dense_replace
     _experts(
@@ -180,7 +180,7 @@ def _biased_experts(h: Any, out: Architecture) -> None:
         moe_shared_expert_intermediate_size=h.moe_intermediate_size * h.n_shared_experts,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        # Megatron must not change the bias, because engines route with the same bias (see `routing.move_biases`).
+        # Megatron must not update the bias, because engines route with the same bias (see `routing.move_biases`).
         moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=h.routed_scaling_factor,
         moe_router_num_groups=h.n_group if limited else None,
@@ -194,7 +194,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         raise _refuse(h, "rope_interleave set to false")
     _biased_experts(h, out)
     head, rope = h.qk_nope_head_dim + h.qk_rope_head_dim, h.rope_parameters
-    # The rotary factor would apply only to the rotary part of a head, so the softmax scale cannot include it.
+    # The rotary factor would only apply to the rotary part of a head, so it cannot be folded into the softmax scale.
     rotary = copy(h)
     rotary.head_dim = h.qk_rope_head_dim
     if _rope(rotary, out) != 1.0:
@@ -207,7 +207,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         qk_pos_emb_head_dim=h.qk_rope_head_dim,
         v_head_dim=h.v_head_dim,
         kv_channels=head,
-        # The type is `rope`, which accepts any frequencies. For yarn, rotary_scaling_factor and mscale_all_dim change
+        # Use the type `rope`, which accepts any frequencies. For yarn, rotary_scaling_factor and mscale_all_dim affect
         # the softmax scale.
         rope_type="rope",
         rotary_base=out.rope_base,
@@ -242,4 +242,4 @@ FAMILIES = {
     "glm4_moe": Family(_glm4_moe, partial_rotary=True),
     "gemma2": Family(_gemma2, GEMMA2),
 }
-"""Families by `model_type` of the HF config."""
+"""Families by `model_type` in the HF config."""

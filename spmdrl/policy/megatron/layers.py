@@ -1,6 +1,6 @@
-"""Implements the modules that Megatron lacks, and the layer specs that combine them with Megatron's modules.
+"""Implements modules missing in Megatron, and the layer specs that use them.
 
-Shapes: S tokens on a rank, D hidden width.
+Shapes: S tokens on a rank, D hidden size.
 """
 
 from functools import cache
@@ -40,14 +40,14 @@ from spmdrl.policy.megatron.routing import Router, attach
 def _parameter(config: Any, *shape: int, fill: Any = torch.empty) -> nn.Parameter:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = nn.Parameter(fill(*shape, dtype=config.params_dtype, device=device))
-    # With this attribute, finalize_model_grads sums the gradient over tp. The sum is needed because each rank of tp
-    # processes only a part of the tokens.
+    # This attribute makes finalize_model_grads reduce the gradient over tp, as each tp rank only processes a part of
+    # the tokens.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
 
 class Norm(nn.Module):
-    """RMSNorm; if `layernorm_zero_centered_gamma` is true, it multiplies by 1 + weight (Gemma) instead of weight."""
+    """RMSNorm, which scales by 1 + weight (Gemma) if `layernorm_zero_centered_gamma` is true."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
@@ -57,26 +57,26 @@ class Norm(nn.Module):
     def forward(self, x):
         """Normalize the last dimension of x, [..., D]."""
         if self.centered:
-            # As in transformers, values are rounded after the multiplication by the weight, not before it.
+            # As in transformers, round after multiplying by the weight, not before.
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear layer that is complete on every tensor-parallel rank: a down projection of latent attention."""
+    """A linear layer that is replicated on all tensor-parallel ranks, for the down projections of latent attention."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any):
         super().__init__()
         self.weight = _parameter(config, output_size, input_size)
 
     def forward(self, x):
-        """Map [..., input] to [..., output]. The second result is None: there is no bias to add later."""
+        """Map [..., input] to [..., output]. The second result is None, because there is no bias to add later."""
         return F.linear(x, self.weight), None
 
 
 @cache
 def normed(linear: type, norm: type) -> type:
-    """Return a subclass of the row-parallel layer `linear` that normalizes its output by `norm` (for Gemma)."""
+    """Return a subclass of the row-parallel layer `linear` that applies `norm` to its output (for Gemma)."""
 
     class Normed(linear):
         def __init__(self, input_size, output_size, *, config, **kwargs):
@@ -91,22 +91,22 @@ def normed(linear: type, norm: type) -> type:
 
 
 class States(ColumnParallelLinear):
-    """Replaces the output layer: it stores the weight, but its forward returns the hidden states unchanged.
+    """Replaces the output layer: stores its weight, but the forward pass returns hidden states unchanged.
 
-    `schedule.py` applies the head. The head's backward gives every rank of a tensor-parallel group the complete
-    gradient of the states.
+    `schedule.py` applies the head, whose backward gives every tensor-parallel rank the full gradient of the hidden
+    states.
     """
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
-        """Return the states of all tokens, [S, 1, D]; under sequence parallelism the input is [S / tp, 1, D]."""
+        """Return the states of all tokens, [S, 1, D]; with sequence parallelism, the input is [S / tp, 1, D]."""
         if self.sequence_parallel:
-            # The backward of this gather gives each rank the gradient of its part of the tokens.
+            # The backward of this gather gives each rank the gradient for its own tokens.
             return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
         return input_, None
 
 
 class Scalar(nn.Module):
-    """As `States`, for a head that computes a few numbers. Its weight [labels, D] is complete on every tp rank."""
+    """As `States`, for a scalar or classification head, whose weight [labels, D] is replicated on all tp ranks."""
 
     def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()
@@ -122,7 +122,7 @@ class Scalar(nn.Module):
 
 
 class Model(GPTModel):
-    """A GPTModel whose output is hidden states; `arch` and `head` describe the model."""
+    """A GPTModel that outputs hidden states."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Model(GPTModel):
         bias: bool = False,
     ):
         """stage: index of the virtual stage. engine: use TransformerEngine. labels, bias: for a `Scalar` head, the
-        number of its outputs and whether it has a bias.
+        number of outputs and whether it has a bias.
         """
         place: dict[str, Any] = {} if stage is None else dict(ignore_virtual=False, vp_stage=stage)
         first = parallel_state.is_pipeline_first_stage(**place)
@@ -164,8 +164,8 @@ class Model(GPTModel):
             self.embedding.register_forward_hook(self._scaled)
         for name, p in self.named_parameters():
             if ".mlp.experts." in name:
-                # Megatron sets this attribute only if ep > 1. Without the attribute, gradients of experts would not be
-                # summed over tp if etp < tp.
+                # Megatron only sets this attribute if ep > 1. Without it, expert gradients would not be reduced over tp
+                # if etp < tp.
                 p.allreduce = False  # type: ignore[attr-defined]
         if arch.frequencies is not None:
             module: Any
@@ -177,13 +177,13 @@ class Model(GPTModel):
         return output * torch.tensor(self.arch.embedding_scale, dtype=output.dtype, device=output.device)
 
     def _is_in_embd_group(self):
-        # Both copies of a tied embedding are read from files. If this were True, Megatron would replace them by their
-        # sum at start.
+        # Both copies of a tied embedding are loaded from files. If this were True, Megatron would replace them with
+        # their sum at startup.
         return False
 
 
 def block(config: Any, arch: Architecture, stage: int | None, engine: bool) -> TransformerBlockSubmodules:
-    """Return the specs of the layers of a pipeline stage. stage, engine: as in `Model`."""
+    """Return the layer specs of a pipeline stage. stage, engine: as in `Model`."""
     sparse = as_list(config.moe_layer_freq) if config.num_moe_experts else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage=stage)
     mine = sparse[first : first + get_num_layers_to_build(config, vp_stage=stage)]
@@ -200,17 +200,17 @@ def _norm(engine: bool) -> Any:
 
 
 def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> ModuleSpec:
-    """Return the spec of one layer. sparse: whether its feed-forward is a mixture of experts. engine: as in `Model`."""
+    """Return the spec of one layer. sparse: whether it is an MoE layer. engine: as in `Model`."""
     column, row, down, core = ColumnParallelLinear, RowParallelLinear, DuplicatedLinear, CoreAttention
     norm = _norm(engine)
     if engine:
         from megatron.core.extensions import transformer_engine as te
 
         column, row, down = te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELinear
-        # Models that cap attention scores need our attention, because TransformerEngine cannot cap scores.
+        # Models with attention softcapping need our attention, because TransformerEngine does not support it.
         core = CoreAttention if arch.softcap else te.TEDotProductAttention
     else:
-        # Megatron's latent attention treats layers of the class `mla.Linear` as complete on every rank of tp.
+        # Megatron's latent attention treats layers of the class `mla.Linear` as replicated over tp.
         mla.Linear = DuplicatedLinear
     core = ModuleSpec(core, params={"softcap": arch.softcap} if core is CoreAttention else {})
     out = normed(row, norm) if arch.post_norms else row

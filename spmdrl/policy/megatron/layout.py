@@ -1,4 +1,4 @@
-"""Describes how a Megatron policy is divided over ranks, and checks that ranks and model allow this division."""
+"""Describes the parallel layout of a Megatron policy, and checks it against the ranks and the model."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -6,35 +6,35 @@ from math import gcd
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of Megatron's parallel axes. The size of the data axis is the number of ranks divided by tp * cp * pp."""
+    """Sizes of Megatron's parallel axes. The data-parallel size is the number of ranks divided by tp * cp * pp."""
 
     tp: int = 1
-    """Tensor parallelism: number of ranks that divide heads, feed-forward columns and the vocabulary."""
+    """Tensor-parallel size: ranks that shard attention heads, feed-forward columns and the vocabulary."""
     cp: int = 1
-    """Context parallelism: number of ranks that divide the tokens of each sequence (the `sp` axis of the mesh)."""
+    """Context-parallel size: ranks that split the tokens of each sequence (the `sp` axis of the mesh)."""
     pp: int = 1
-    """Pipeline parallelism: number of ranks that divide the layers."""
+    """Pipeline-parallel size: ranks that split the layers."""
     virtual_stages: int = 1
-    """Number of separate groups of layers on each pipeline rank; above 1, the schedule is the interleaved one."""
+    """Number of model chunks on each pipeline rank; above 1, the interleaved schedule is used."""
     ep: int = 1
-    """Expert parallelism: number of ranks, among those of tp, cp and data parallelism, that divide the experts."""
+    """Expert-parallel size: ranks, out of the tp, cp and data-parallel ranks, that split the experts."""
     etp: int = 1
-    """Expert tensor parallelism: number of ranks that divide the columns of each expert."""
+    """Expert-tensor-parallel size: ranks that shard the columns of each expert."""
     sequence_parallel: bool = True
-    """True to divide the tokens over tp in those parts of a layer that tp does not divide; no effect if tp is 1."""
+    """Whether to split tokens over tp in the parts of a layer that tp does not shard. No effect if tp is 1."""
     last_stage_layers: int = 0
-    """Number of layers of the last stage. If 0, all stages without a set number get equal numbers of layers."""
+    """Number of layers on the last stage, or 0 to split layers evenly over all stages without an explicit number."""
     first_stage_layers: int = 0
-    """Number of layers of the first stage. If 0, all stages without a set number get equal numbers of layers."""
+    """Number of layers on the first stage, or 0 to split layers evenly over all stages without an explicit number."""
 
     @property
     def sp(self) -> bool:
-        """True if sequence parallelism has an effect: it is on, and tp is above 1."""
+        """True if sequence parallelism is enabled and tp > 1."""
         return self.sequence_parallel and self.tp > 1
 
 
 def check_ranks(layout: Layout, ranks: int) -> None:
-    """Raise ValueError unless the axes fit the number of ranks; the message names the flag and possible values."""
+    """Raise ValueError unless the axes fit the number of ranks; the message names the flag and valid values."""
     dense, experts = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp
     if ranks % dense:
         raise ValueError(
@@ -56,7 +56,7 @@ def check_ranks(layout: Layout, ranks: int) -> None:
 
 
 def check_model(layout: Layout, settings: dict) -> None:
-    """Raise ValueError unless the layout can divide a model; the message names the flag and possible values.
+    """Raise ValueError unless the layout is valid for a model; the message names the flag and valid values.
 
     settings: keyword arguments of the model's TransformerConfig (`families.py`).
     """
@@ -87,7 +87,7 @@ def check_model(layout: Layout, settings: dict) -> None:
             f"--parallel.ep {layout.ep}, --parallel.etp {layout.etp}: the model has no experts; leave both at 1"
         )
     if layout.tp > 1 and not layout.sequence_parallel and (experts or mla):
-        # Without sequence parallelism, Megatron refuses experts, and its gradients of latent attention are wrong.
+        # Without sequence parallelism, Megatron rejects experts, and its latent attention gradients are wrong.
         raise ValueError(
             f"--parallel.tp {layout.tp}: a mixture of experts, or latent attention, needs sequence parallelism too; "
             "leave out --parallel.no-sequence-parallel"
@@ -95,10 +95,10 @@ def check_model(layout: Layout, settings: dict) -> None:
 
 
 def stages(layout: Layout, layers: int) -> list[int]:
-    """Return the number of layers of each pipeline stage.
+    """Return the number of layers on each pipeline stage.
 
     Raises:
-        ValueError: the layers cannot be divided; the message names the flag and possible values.
+        ValueError: the layers cannot be split; the message names the flag and valid values.
     """
     first, last, parts = layout.first_stage_layers, layout.last_stage_layers, layout.virtual_stages
     if not first and not last:
@@ -113,12 +113,12 @@ def stages(layout: Layout, layers: int) -> list[int]:
                 what = f"use {uneven}"
             raise ValueError(f"--parallel.pp {layout.pp}: the model has {layers} layers; {what}")
         return [layers // layout.pp] * layout.pp
-    # If the settings give the layers of both stages, the message suggests numbers for the last stage.
+    # If the settings give the layers of both end stages, suggest numbers for the last stage.
     flag, mine, given = ("last", last, first) if last else ("first", first, 0)
     others = layout.pp - 1 - bool(given)
     if mine not in _end_stage(layout, layers, given, parts=1):
         among = f"with --parallel.first-stage-layers {given}, " if given else ""
-        # If there are two stages and the settings give the layers of both, no other stages exist (`others` is 0).
+        # If there are two stages and the settings give the layers of both, there are no other stages (`others` is 0).
         place = f"the other stages ({others} of --parallel.pp {layout.pp})"
         problem = f"the rest of {layers} layers cannot be divided equally over {place}"
         name, sizes = f"--parallel.{flag}-stage-layers", _end_stage(layout, layers, given)
@@ -133,11 +133,11 @@ def stages(layout: Layout, layers: int) -> list[int]:
 
 
 def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[int]:
-    """Return the possible numbers of layers of the first or last stage, those nearest to an even share first.
+    """Return the valid layer counts for the first or last stage, closest to an even split first.
 
-    A number is possible if all other stages can get equally many layers. given: number of layers in the settings for
-    the stage at the other end; 0 if they give none. parts: number of virtual stages, which must divide all numbers of
-    layers; 0 for that of the layout.
+    A layer count is valid if the remaining layers split evenly over the other stages. given: configured layer count of
+    the stage at the opposite end, or 0 if not set. parts: number of virtual stages, which must divide all layer counts;
+    0 uses the layout's number.
     """
     parts, others, rest = parts or layout.virtual_stages, layout.pp - 1 - bool(given), layers - given
     if given % parts:
@@ -149,7 +149,7 @@ def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[
 
 
 def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str:
-    """Return a message that no value is possible, with advice. plain: values possible without virtual stages."""
+    """Return an error message that no value is valid, with advice. plain: values valid without virtual stages."""
     if layout.virtual_stages > 1 and plain:
         without = f"without it, {flag} may be {some(plain)}"
         return f"no {flag} fits --parallel.virtual-stages {layout.virtual_stages}; {without}"
@@ -159,7 +159,7 @@ def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:
-    """Raise ValueError unless size divides count; the message names possible values. what: name of what is counted."""
+    """Raise ValueError unless size divides count; the message names valid values. what: name of the counted things."""
     if count % size:
         raise ValueError(f"{flag} {size}: the model has {count} {what}; {flag} may be {some(divisors(count))}")
 
@@ -175,5 +175,5 @@ def some(values: list[int]) -> str:
 
 
 def as_list(value: int | list[int]) -> list[int]:
-    """Return a list unchanged, and a single value as a list with one element."""
+    """Return a list unchanged, and wrap a single value in a list."""
     return value if isinstance(value, list) else [value]

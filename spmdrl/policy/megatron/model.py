@@ -1,8 +1,8 @@
-"""Creates Megatron's process groups, and builds HF models as Megatron's GPTModel.
+"""Creates Megatron's process groups and builds HF models as Megatron GPTModels.
 
-On a GPU, layers are those of TransformerEngine if it is installed. In all other cases they are Megatron's layers in
-plain torch. Parameters have the same names in both cases, because norms are always separate modules and not fused into
-the next layer.
+On GPUs, TransformerEngine layers are used if it is installed. Otherwise, Megatron's plain torch layers are used.
+Parameter names are the same in both cases, because norms are always separate modules instead of being fused into the
+next layer.
 """
 
 import logging
@@ -26,18 +26,18 @@ from spmdrl.spmd.devices import kind_of
 
 log = logging.getLogger("spmdrl")
 SEED = 1
-"""Seed of Megatron's random states. Megatron requires one, but training draws no random numbers from them."""
+"""Seed for Megatron's RNG states. Megatron requires one, but training does not draw random numbers from them."""
 FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
-"""Prefixes of the settings of Megatron's fused operations, all of which are disabled."""
+"""Setting prefixes of Megatron's fused operations, which are all disabled."""
 TESTED = "0.16."
-"""Beginning of the versions of megatron-core that cause no warning; 0.16.0 is an exception and causes one."""
+"""Prefix of megatron-core versions that cause no warning, except 0.16.0, which does."""
 
 
 def require() -> None:
-    """Install the patches of `repairs.py`, and on a CPU also those of `cpu.py`.
+    """Install the patches in `repairs.py`, and on CPU also those in `cpu.py`.
 
     Raises:
-        ValueError: megatron-core is missing.
+        ValueError: megatron-core is not installed.
     """
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(
@@ -56,14 +56,13 @@ def _warn_of(found: str) -> None:
 
 
 def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
-    """Create Megatron's process groups over the ranks of `group`. Collective over these ranks.
+    """Create Megatron's process groups over the ranks in `group`. Collective over these ranks.
 
-    Ranks that differ only in tp are adjacent; the further axes are, from the inside outwards, cp, data, pp. Experts
-    have the axes etp, ep, data, pp. A second call replaces the groups by those of another layout. group: as in
-    `ranks.over`.
+    The order of axes, innermost first, is tp, cp, data, pp, and etp, ep, data, pp for experts. A second call replaces
+    the process groups with those of another layout. group: as in `ranks.over`.
 
     Raises:
-        ValueError: the axes do not fit the number of ranks, or megatron-core is missing.
+        ValueError: the axes do not fit the number of ranks, or megatron-core is not installed.
     """
     require()
     from megatron.core import parallel_state
@@ -73,8 +72,8 @@ def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
     check_ranks(layout, len(place))
     for old in parallel_state._global_process_group_list or []:
         if old in dist.distributed_c10d._world.pg_map:
-            # Groups of an earlier layout are destroyed, because the thread of each gloo group wakes up a hundred times
-            # a second.
+            # Destroy the groups of an earlier layout, because the thread of each gloo group wakes up a hundred times a
+            # second.
             dist.destroy_process_group(old)
     parallel_state.destroy_model_parallel()
     with ranks.making_groups(place):
@@ -93,11 +92,11 @@ def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
 def transformer_config(
     arch: Architecture, layout: Layout, dtype: torch.dtype, device: torch.device, **more: Any
 ) -> Any:
-    """Return Megatron's config of a model. more: keyword arguments of TransformerConfig that override the others."""
+    """Return Megatron's config for a model. more: TransformerConfig keyword arguments that override the defaults."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    # With two stages, the number of layers of the last stage determines that of the first. Megatron must get only one
-    # of these numbers: with both, it would divide by the number of stages between first and last, which is 0.
+    # With two stages, the layer count of the last stage determines that of the first. Only pass one of them to
+    # Megatron: with both, it would divide by the number of intermediate stages, which is 0.
     first = 0 if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers
     make: Any = MLATransformerConfig if arch.settings.get("multi_latent_attention") else TransformerConfig
     settings = arch.settings | dict(
@@ -113,12 +112,12 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        # With this setting Megatron sums gradients over ranks. Losses are already divided by global counts.
+        # This makes Megatron sum gradients over ranks. Losses are already normalised by global counts.
         calculate_per_token_loss=True,
-        # Weights need no initialization, because they are read from files.
+        # Weights need no initialization, because they are loaded from files.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
         use_cpu_initialization=kind_of(device) == "cpu",
-        # Micro-batches differ in length. Only with virtual stages does `attention.make_packs` pad them to one length.
+        # Micro-batches differ in length, except with virtual stages, where `attention.make_packs` pads them.
         variable_seq_lengths=layout.pp > 1 and layout.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=kind_of(device) != "cpu",
@@ -148,18 +147,18 @@ def build(
     labels: int = 1,
     **more: Any,
 ) -> list[Any]:
-    """Build this rank's part of a model: a list with one GPTModel for each of its virtual stages, in order.
+    """Build this rank's part of a model: a list with one GPTModel per virtual stage, in order.
 
-    On the last stage, the model's forward on a packed micro-batch (`attention.Pack`) returns the hidden states [1, S,
-    D] after the last norm, the same on every rank of a tensor-parallel group. On other stages it returns the input of
-    the next stage. For the backward, the caller must pass the complete gradient of the hidden states on each rank of
-    the group. This is the sum over the ranks' parts of the vocabulary (`head_weight`).
+    On the last stage, the forward pass of a packed micro-batch (`attention.Pack`) returns the hidden states [1, S, D]
+    after the final norm, the same on all tensor-parallel ranks. On other stages, it returns the input of the next
+    stage. In the backward pass, the caller must pass the full gradient of the hidden states on every tensor-parallel
+    rank, i.e. the sum over all vocabulary shards (`head_weight`).
 
-    folder: HF safetensors; None leaves weights uninitialized. layout: as in `initialize`. head: `lm` for the language
-    model's head; `value` or `score` for a linear layer to `labels` numbers. more: as in `transformer_config`.
+    folder: HF safetensors, or None to leave weights uninitialized. layout: as in `initialize`. head: `lm` for the
+    language model head; `value` or `score` for a linear head with `labels` outputs. more: as in `transformer_config`.
 
     Raises:
-        ValueError: the model has no converter, or the layout cannot divide it.
+        ValueError: the model is not supported, or the layout is not valid for it.
     """
     require()
     from spmdrl.policy.megatron.layers import Model
@@ -167,8 +166,8 @@ def build(
     arch = describe(hf_config)
     check_model(layout, arch.settings)
     host, bias = device.type == "cpu", head == "score" and scores_tokens(hf_config)
-    # For a CPU, the model is built on the meta device first. If Megatron built it on the CPU, it would create each
-    # complete weight in float32 to cut out this rank's part.
+    # For CPU, build the model on the meta device first. On CPU, Megatron would create each full weight in float32 to
+    # slice out this rank's shard.
     with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
@@ -182,9 +181,9 @@ def build(
 
 
 def _with_memory(model: Any, device: torch.device) -> Any:
-    """Allocate a model's parameters and buffers, which are on the meta device, on a device; return the model.
+    """Allocate a meta-device model's parameters and buffers on a device; return the model.
 
-    Buffers start at 0, and parameters are uninitialized.
+    Buffers are zeroed, and parameters are uninitialized.
     """
     allocated: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -193,8 +192,8 @@ def _with_memory(model: Any, device: torch.device) -> Any:
                 continue
             if id(p) not in allocated:
                 allocated[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                # Megatron's attributes of the parameter must be copied: they say, for example, how it is divided and
-                # over which ranks its gradient is summed.
+                # Copy Megatron's parameter attributes, which say, for example, how it is sharded and over which ranks
+                # its gradient is reduced.
                 for note, value in vars(p).items():
                     setattr(allocated[id(p)], note, value)
             module._parameters[name] = allocated[id(p)]
@@ -205,9 +204,9 @@ def _with_memory(model: Any, device: torch.device) -> Any:
 
 
 def head_weight(model: Any) -> torch.Tensor:
-    """Return this rank's rows of the output head, [rows, D], without padding of the vocabulary.
+    """Return this rank's rows of the output head, [rows, D], without vocabulary padding.
 
-    For the `value` and `score` heads, return the complete head, [labels, D]. Only the last stage has a head.
+    For `value` and `score` heads, return the full head, [labels, D]. Only the last stage has a head.
     """
     if model.head != "lm":
         return model.output_layer.weight

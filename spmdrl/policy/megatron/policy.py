@@ -1,6 +1,6 @@
-"""Implements `Policy` by Megatron-core with tensor, pipeline, context and expert parallelism.
+"""Implements `Policy` on Megatron-core with tensor, pipeline, context and expert parallelism.
 
-A micro-batch's loss is a sum divided by counts over all ranks and micro-batches, and gradients are summed over
+The loss of a micro-batch is a sum, normalised by counts over all ranks and micro-batches, and gradients are summed over
 data-parallel ranks. So the result does not depend on the layout (law 2).
 """
 
@@ -31,19 +31,19 @@ from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_mode
 
 
 def layout_of(cfg: TrainingConfig) -> Layout:
-    """Return the layout of the policy that the settings describe."""
+    """Return the policy's layout from the settings."""
     axes = cfg.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
     return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers, axes.first_stage_layers)
 
 
 def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
-    """Return the weight of the load-balancing loss, and by how much a step changes router biases (`routing.py`).
+    """Return the load-balancing loss weight and the router bias update rate (`routing.py`).
 
-    The weight is 0 if the model has no experts, and the change is 0 if its routers have no biases.
+    The weight is 0 for a dense model, and the rate is 0 if routers have no biases.
 
     Raises:
-        ValueError: `demanded` is true, and the model lacks the experts or the biases that a setting needs.
+        ValueError: `demanded` is true, but the model lacks the experts or biases that a setting requires.
     """
     have = describe(hf_config).settings
     experts, bias = have.get("num_moe_experts"), have.get("moe_router_enable_expert_bias")
@@ -62,10 +62,10 @@ class MegatronPolicy(Learner):
     keeps_masters = True
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """Implements `Learner.build`. The models of a process share Megatron's groups.
+        """Implements `Learner.build`. All models in a process share Megatron's process groups.
 
         Raises:
-            ValueError: the model has no converter, or the layout cannot divide it.
+            ValueError: the model is not supported, or the layout is not valid for it.
         """
         from transformers import AutoConfig
 
@@ -84,7 +84,7 @@ class MegatronPolicy(Learner):
             initialize(self.grid, world.role_group)
         own = path == cfg.model.path
         if not own and not describe(self.hf_config).settings.get("num_moe_experts"):
-            # A dense critic or reward model, next to a policy with experts, has no experts to divide.
+            # A dense critic or reward model of an MoE policy has no experts to split.
             self.grid = replace(self.grid, ep=1, etp=1)
         more: dict[str, Any] = {}
         if cfg.policy.activation_checkpointing != "none" and trainable:
@@ -122,7 +122,7 @@ class MegatronPolicy(Learner):
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: Any = None
     ) -> list:
-        """Implements `Learner.numbers`, but supports no head functions."""
+        """Implements `Learner.numbers`, but does not support head functions."""
         assert function is None, "checks.py refuses teachers on this backend"
         return self.pipeline.forward(micros, temperature, second)
 
@@ -166,7 +166,7 @@ class MegatronPolicy(Learner):
         return {"parameters": parameters} | (self.trainer.tensors_by_owner() if self.trainer else {})
 
     def saving(self, copy: bool = False) -> Write:
-        """Implements `Policy.saving`; weights are saved in the compute type, and in float32 in the optimizer state."""
+        """Implements `Policy.saving`; weights are saved in the compute dtype, and in float32 as optimizer state."""
         assert not copy, "checks.py refuses --checkpoint.background"
 
         def write(folder: Path, world: World) -> None:

@@ -1,8 +1,8 @@
-"""Runs Megatron-core on a part of the job's ranks: the training ranks under split placement, or the scoring ranks.
+"""Runs Megatron-core on a subset of ranks: the training ranks with split placement, or the scoring ranks.
 
-Megatron uses the default process group to count ranks, to gather objects and for barriers. In the modules of Megatron
-that use it, this module replaces the global name `torch` by a substitute, whose default group is that of the ranks with
-Megatron models. torch itself stays unchanged.
+Megatron uses the default process group to count ranks, to gather objects and for barriers. In the Megatron modules that
+use it, this module replaces the global name `torch` with a substitute whose default group contains only the ranks with
+Megatron models. torch itself is not modified.
 """
 
 import functools
@@ -21,24 +21,24 @@ from spmdrl.spmd.mesh import apart_from_default
 
 MODULES = ("parallel_state", "optimizer", "dist_checkpointing.serialization", "dist_checkpointing.validation")
 STRATEGIES = "dist_checkpointing.strategies.torch"
-"""STRATEGIES and MODULES are the modules of megatron.core that use the default group when a policy runs."""
+"""STRATEGIES and MODULES are the megatron.core modules that use the default group while a policy runs."""
 OVER_ALL = ("get_world_size", "barrier", "all_gather_object", "broadcast_object_list")
-"""Functions of torch.distributed that these modules call without a group. `get_rank`, which they also call, is not
-replaced: it must return the rank in the job."""
+"""torch.distributed functions that these modules call without a group. They also call `get_rank`, which is not
+replaced, because it must return the global rank."""
 NAMES = 1_000_000
-"""torch names groups by consecutive numbers. Ranks that create groups without the job's other ranks start at a multiple
-of NAMES, which depends on the first of these ranks, so that the names of their groups are unique."""
+"""torch names process groups with consecutive numbers. Ranks that create groups on their own start at a multiple of
+NAMES that depends on the first of these ranks, so that group names are unique."""
 _made: dict[int, int] = {}
 _group: dist.ProcessGroup | None = None
 
 
 def group() -> dist.ProcessGroup | None:
-    """Return the host-side group of the ranks with Megatron models; None if all ranks of the job have them."""
+    """Return the host-side process group of the ranks with Megatron models, or None if all ranks have one."""
     return _group
 
 
 def _over(function: Any) -> Any:
-    """Return a function of torch.distributed with another default group: that of `group()`."""
+    """Wrap a torch.distributed function so that its default group is `group()`."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -60,7 +60,7 @@ class Distributed(types.ModuleType):
 
 
 class Torch(types.ModuleType):
-    """A substitute for torch in modules of megatron.core."""
+    """A substitute for torch in megatron.core modules."""
 
     distributed = Distributed("torch.distributed")
 
@@ -69,7 +69,7 @@ class Torch(types.ModuleType):
 
 
 class _Checkpoint(types.ModuleType):
-    """A substitute for torch.distributed.checkpoint, which reads checkpoints collectively over `group()`."""
+    """A substitute for torch.distributed.checkpoint that loads checkpoints collectively over `group()`."""
 
     def __getattr__(self, name):
         return getattr(checkpoint, name)
@@ -83,9 +83,9 @@ STAND_IN, CHECKPOINT = Torch("torch"), _Checkpoint("torch.distributed.checkpoint
 
 
 def over(ranks: dist.ProcessGroup | None) -> range:
-    """Make Megatron run over the ranks of a host-side group, or for None over all ranks of the job; return the ranks.
+    """Make Megatron run over the ranks of a host-side group (None for all ranks of the job); return the ranks.
 
-    Their numbers in the job must be consecutive.
+    Their global ranks must be consecutive.
     """
     global _group
     numbers = dist.get_process_group_ranks(ranks) if ranks is not None else list(range(dist.get_world_size()))
@@ -94,7 +94,7 @@ def over(ranks: dist.ProcessGroup | None) -> range:
     _group = ranks if len(place) < dist.get_world_size() else None
     for name in (*MODULES, STRATEGIES):
         module: Any = importlib.import_module(f"megatron.core.{name}")
-        # On a CPU the name is already replaced by the substitute of `cpu.py`, which includes this one.
+        # On CPU, the name is already replaced by the substitute in `cpu.py`, which includes this one.
         if module.torch is torch:
             module.torch = STAND_IN
     importlib.import_module(f"megatron.core.{STRATEGIES}").checkpoint = CHECKPOINT  # type: ignore[attr-defined]
@@ -103,11 +103,11 @@ def over(ranks: dist.ProcessGroup | None) -> range:
 
 @contextmanager
 def making_groups(place: range) -> Iterator[None]:
-    """Let Megatron create its groups over these ranks inside this context, without calls on any other rank.
+    """Let Megatron create its process groups over these ranks without involving other ranks, inside this context.
 
-    torch would split each group off the default communicator, and each split involves all ranks of the job. On hundreds
-    of GPUs there are thousands of splits. Creating a gloo group involves ranks outside the group, too. So inside this
-    context each group is created by its ranks alone, and its communicator when the ranks first use it.
+    torch would split each group off the default communicator, which involves all ranks of the job, and on hundreds of
+    GPUs there are thousands of splits. Creating a gloo group also involves ranks outside of the group. Inside this
+    context, each group is created only by its own ranks, and its communicator on first use.
     """
     from megatron.core import parallel_state
 
@@ -115,9 +115,9 @@ def making_groups(place: range) -> Iterator[None]:
     ours, world = module.RankGenerator, dist.distributed_c10d._world
     count = world.group_count
     if _group is not None:
-        # torch names a group by the number of groups created before it. Ranks that create groups alone would later give
-        # a group of all ranks another name than the other ranks do. So groups of these ranks use a separate range of
-        # numbers (NAMES).
+        # torch names a group by the number of groups created before it. If some ranks create groups on their own, they
+        # would later disagree with other ranks on the name of a group of all ranks. So their groups use a separate
+        # range of numbers (NAMES).
         world.group_count = _made.get(place.start, NAMES * (1 + place.start))
         module.RankGenerator = lambda **sizes: ours(**sizes | {"rank_offset": place.start})
     try:

@@ -1,4 +1,4 @@
-"""Patches Megatron-core on every machine; `cpu.py` has further patches for CPUs."""
+"""Patches Megatron-core on every machine; `cpu.py` has additional patches for CPUs."""
 
 import contextlib
 import importlib
@@ -22,28 +22,28 @@ MODULES = (
     "transformer.multi_latent_attention",
     "transformer.moe.moe_layer",
 )
-"""The modules of megatron.core that a policy uses; they import all other modules that a policy needs."""
+"""The megatron.core modules that a policy uses; they import all other modules that it needs."""
 NOISE = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"When using .* CUDA_DEVICE_MAX_CONNECTIONS",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
-"""Patterns of warnings that Megatron repeats at every step although the user need not act on them."""
+"""Patterns of warnings that Megatron repeats at every step but that users can ignore."""
 
 
 @contextlib.contextmanager
 def quiet():
-    """Suppress all warnings inside this context, for example about libraries that are missing but optional (Apex)."""
+    """Suppress all warnings inside this context, for example about missing optional libraries (Apex)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class OneCopy(TorchFunctionMode):
-    """Saves memory in the constructor of Megatron's optimizer: `clone` of a bfloat16 tensor returns the tensor itself.
+    """Saves memory in the constructor of Megatron's optimizer: `clone` is a no-op for bfloat16 tensors.
 
-    The constructor creates float32 weights by `.clone().float()`. The clone is needless, because `float` copies too.
-    The constructor clones bfloat16 tensors for no other purpose.
+    The constructor creates float32 weights with `.clone().float()`, where the clone is redundant, because `float`
+    copies too. It does not clone bfloat16 tensors for any other purpose.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -60,7 +60,7 @@ def load() -> dict[str, Any]:
 
 
 def on_gpus() -> bool:
-    """Return True if this program's ranks use GPUs. On a machine with GPUs, ranks may still use CPUs."""
+    """Return True if the ranks of this program use GPUs. Ranks can use CPUs even on a machine with GPUs."""
     return "nccl" in dist.get_backend() if dist.is_initialized() else torch.cuda.is_available()
 
 
@@ -74,9 +74,9 @@ def install() -> None:
 
 
 def _engine(loaded: dict[str, Any]) -> None:
-    """Correct Megatron's flags if TransformerEngine is missing.
+    """Correct Megatron's flags if TransformerEngine is not installed.
 
-    Megatron sets them as if it were installed, because its wrapper module for TransformerEngine can be imported.
+    Megatron sets them as if it were installed, because its own wrapper module can be imported.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -87,9 +87,9 @@ def _engine(loaded: dict[str, Any]) -> None:
 
 
 def _rotary() -> None:
-    """Rotate packed tokens by the frequencies of their positions, which `attention.pack_on_device` attached.
+    """Apply rotary embeddings to packed tokens at the positions that `attention.pack_on_device` attached.
 
-    Megatron's function reads the lengths of sequences from the device: in every layer, for queries and for keys.
+    Megatron's function reads the sequence lengths from the device in every layer, for both queries and keys.
     """
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -101,9 +101,9 @@ def _rotary() -> None:
 
 
 def _states() -> None:
-    """Use `HostAdamW` as Megatron's optimizer in host memory, and make a load restore its state and step counts.
+    """Use `HostAdamW` as Megatron's CPU-offloaded optimizer, and restore its state and step counts on load.
 
-    Megatron's code would lose both.
+    Megatron itself would lose both.
     """
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
@@ -120,10 +120,10 @@ def _states() -> None:
         group, place = self.model_param_group_index_map[model_param]
         p = self.optimizer.param_groups[group]["params"][place]
         if isinstance(self.optimizer, HostAdamW):
-            # `take` copies the values into the state in host memory. Megatron would replace the state by the tensors
-            # that it read, on their device.
+            # `take` copies the values into the state in host memory. Megatron would replace the state with the loaded
+            # tensors, on their device.
             return self.optimizer.take(p, tensors)
-        # torch's AdamW counts the steps of each parameter, but a saved state has one count for each group.
+        # torch's AdamW counts steps per parameter, but a saved state has one count per group.
         state = self.optimizer.state[p]
         if "step" not in tensors and "step" in state:
             tensors = {**tensors, "step": state["step"].clone()}

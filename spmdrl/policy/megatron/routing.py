@@ -1,15 +1,15 @@
-"""Routes tokens to experts in a Megatron policy: routing replay, a load-balancing loss, biases that balance the load.
+"""Routes tokens to experts in a Megatron policy: routing replay, load-balancing loss, load-balancing biases.
 
-A packed micro-batch (`attention.Pack`) carries the information that routers need (`attention.Params.routing`). A router
-gets this information each time the forward of its layer starts. So it belongs to the right pack even if activation
-checkpointing runs the layer again later.
+A packed micro-batch (`attention.Pack`) carries the information for its routers (`attention.Params.routing`). A router
+receives it whenever the forward pass of its layer starts, so it always matches the micro-batch, even when activation
+checkpointing recomputes the layer.
 
-The loss is the load-balancing loss of https://arxiv.org/abs/2101.03961 within each sequence, as in DeepSeek-V3
-(https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never divided over micro-batches or data-parallel ranks,
-so this loss is the same in every layout. Megatron's own loss depends on the division into micro-batches.
+The loss is the load-balancing loss of https://arxiv.org/abs/2101.03961, computed per sequence as in DeepSeek-V3
+(https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never split over micro-batches or data-parallel ranks,
+so this loss is the same in every layout. Megatron's own loss depends on how samples are grouped into micro-batches.
 
-Shapes: S tokens of a pack on this rank (divided by tp under sequence parallelism), B sequences, L layers with experts,
-E experts, K experts per token.
+Shapes: S packed tokens on this rank (split over tp with sequence parallelism), B sequences, L MoE layers, E experts, K
+experts per token.
 """
 
 from collections.abc import Callable
@@ -32,27 +32,27 @@ from spmdrl.policy.megatron.layout import as_list
 
 @dataclass
 class Routing:
-    """The information about a pack that routers need; rows are in the order of the tokens that a router gets."""
+    """Information about a packed micro-batch for routers; rows are in the order of a router's tokens."""
 
     sequence_S: torch.Tensor
-    """Index of the sequence of each token, int64; B for padding and for all tokens of a dummy pack."""
+    """Sequence index of each token, int64; B for padding and for all tokens of a dummy batch."""
     lengths_B: torch.Tensor
-    """Number of tokens of each sequence, counted over all ranks, float32."""
+    """Number of tokens in each sequence over all ranks, float32."""
     weight: float
-    """Weight of one token's load-balancing loss: the coefficient in the settings divided by the number of tokens over
-    all ranks; 0 for no loss."""
+    """Weight of the per-token load-balancing loss: the configured coefficient divided by the number of tokens over all
+    ranks; 0 disables the loss."""
     prescribed_SLK: torch.Tensor | None = None
-    """Experts that the router must choose for each token; where the value is FREE (-1), the router chooses. None: the
-    router chooses for all tokens."""
+    """Experts to route each token to, where FREE (-1) leaves the choice to the router. None leaves the choice to the
+    router for all tokens."""
 
 
 def plan(
     rows: torch.Tensor, lengths_B: torch.Tensor, real: bool, weight: float, prescribed_TLK: torch.Tensor | None
 ) -> Routing:
-    """Return the Routing of one pack, in host memory.
+    """Return the `Routing` of one packed micro-batch, in host memory.
 
-    rows: the part of `Pack.rows` for the tokens that this rank's routers get, int64 [S]. lengths_B: number of tokens of
-    each sequence. real: False for a dummy pack. prescribed_TLK: as in `Routing`, for all tokens of the pack in order.
+    rows: the part of `Pack.rows` for this rank's router tokens, int64 [S]. lengths_B: number of tokens in each
+    sequence. real: False for a dummy batch. prescribed_TLK: as in `Routing`, for all packed tokens in order.
     """
     inside, ends = rows >= 0, lengths_B.cumsum(0)
     sequence = torch.where(inside & real, torch.searchsorted(ends, rows, right=True), len(ends))
@@ -63,25 +63,25 @@ def plan(
 
 
 class Router(TopKRouter):
-    """Megatron's router with routing replay; it counts the tokens of each expert and has a load-balancing loss.
+    """Megatron's router with routing replay, token counts per expert and a load-balancing loss.
 
-    Padding tokens affect neither the counts nor the loss.
+    Padding tokens are excluded from the counts and the loss.
     """
 
     place = 0
-    """Index of the router's layer among the model's layers with experts, from 0."""
+    """Index of the router's layer among the MoE layers of the model, starting at 0."""
     routing_of: Routing | None = None
-    """The Routing of the pack whose forward runs; None if the layer runs without one."""
+    """The `Routing` of the current forward pass, or None if there is none."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Megatron calls `get_replay_topk` of this object instead of topk. The object must not be a module, because the
-        # router would then be a submodule of itself.
+        # Megatron calls `get_replay_topk` on this object instead of topk. It must not be a module, because the router
+        # would then be a submodule of itself.
         self.router_replay: Any = SimpleNamespace(get_replay_topk=self._choose)
         self.forget()
 
     def forget(self) -> None:
-        """Reset the counts of experts' tokens and the loss to zero."""
+        """Reset the token counts per expert and the loss to zero."""
         device = self.weight.device
         self.load_E = torch.zeros(len(self.weight), dtype=torch.float64, device=device)
         self.balance = torch.zeros((), dtype=torch.float64, device=device)
@@ -89,7 +89,7 @@ class Router(TopKRouter):
     def _choose(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores and the indices of the chosen experts, [S, K] each. scores: [S, E], of all experts.
+        """Return scores and indices of the chosen experts, [S, K] each. scores: scores of all experts, [S, E].
 
         choose: Megatron's topk, for tokens whose experts are not prescribed.
         """
@@ -101,11 +101,11 @@ class Router(TopKRouter):
         return scores.gather(1, chosen), chosen
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
-        """Return Megatron's weights and choices, [S, E] each, from logits [S, 1, E]; count choices and add the loss."""
+        """Return Megatron's weights and choices, [S, E] each, for logits [S, 1, E]; count choices and add the loss."""
         probs, chosen = super().routing(logits, padding_mask)
         now = self.routing_of
-        # Only passes with a gradient count. This leaves out the passes that compute old logp, and the first pass under
-        # activation checkpointing.
+        # Only count passes with gradients. This excludes the passes that compute old logp, and the first forward pass
+        # with activation checkpointing.
         if now is None or not self.training or not torch.is_grad_enabled():
             return probs, chosen
         real = now.sequence_S < len(now.lengths_B)
@@ -117,10 +117,9 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _loss(self, logits_SE: torch.Tensor, now: Routing) -> torch.Tensor:
-        """Return this rank's part of a sum with the term length * E * sum(f * P) for each sequence. Collective over tp
-        and cp.
+        """Return this rank's part of the sum of length * E * sum(f * P) over sequences. Collective over tp and cp.
 
-        For each expert, f is the share of the sequence's choices that it gets, and P its mean probability.
+        For each expert, f is its fraction of the sequence's routing choices, and P its mean probability.
         """
         chosen, scores = compute_routing_scores_for_aux_loss(logits_SE, self.topk, self.score_function)
         sums = [
@@ -133,7 +132,7 @@ class Router(TopKRouter):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns a tensor unchanged. Its backward also sends a gradient of 1 to a loss that is not part of the result."""
+    """Returns a tensor unchanged; the backward also passes a gradient of 1 to an auxiliary loss."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -145,12 +144,12 @@ class _WithLoss(torch.autograd.Function):
 
 
 def routers(models: list[Any]) -> list[Router]:
-    """Return the routers of this rank in the order of their layers."""
+    """Return this rank's routers in layer order."""
     return [m for model in models for m in model.modules() if isinstance(m, Router)]
 
 
 def attach(model: nn.Module, arch: Architecture) -> None:
-    """Set `place` of a GPTModel's routers, and add hooks to its layers that pass a pack's Routing to the routers."""
+    """Set `place` on the routers of a GPTModel, and add layer hooks that pass each `Routing` to the routers."""
     if not arch.settings.get("num_moe_experts"):
         return
     freq = as_list(arch.settings["moe_layer_freq"])
@@ -166,9 +165,10 @@ def _set_routing(router: Router, layer: nn.Module, args: tuple, kwargs: dict) ->
 
 
 def mean_loss(models: list[Any]) -> torch.Tensor:
-    """Return the mean over layers of `Router.balance`, the loss summed over the tokens of this data-parallel rank.
+    """Return the load-balancing loss, averaged over layers and summed over tokens on this data-parallel rank.
 
-    The loss of a token is 1 if experts are used evenly, and E / K if the same K experts are always chosen. Collective.
+    The loss of a token is 1 for perfectly balanced experts, and E / K if the same K experts are always chosen.
+    Collective.
     """
     total = torch.zeros((), dtype=torch.float64, device=next(models[0].parameters()).device)
     for router in routers(models):
@@ -180,10 +180,9 @@ def mean_loss(models: list[Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def move_biases(models: list[Any], rate: float) -> None:
-    """Increase by `rate` the biases of experts with fewer tokens than the mean of this step; decrease those with more.
+    """Increase the biases of experts with fewer tokens than this step's mean by `rate`; decrease those with more.
 
-    Source: https://arxiv.org/abs/2408.15664. The result depends only on counts of tokens, and so not on the layout.
-    Collective.
+    Source: https://arxiv.org/abs/2408.15664. The result only depends on token counts, not on the layout. Collective.
     """
     for router in routers(models):
         load = router.load_E

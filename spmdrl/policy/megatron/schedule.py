@@ -1,6 +1,6 @@
-"""Runs micro-batches through Megatron's pipeline and sends the last stage's results to all stages.
+"""Runs micro-batches through Megatron's pipeline and broadcasts the last stage's results to all stages.
 
-Shapes: S tokens of a pack on this rank, T tokens of the complete pack.
+Shapes: S packed tokens on this rank, T tokens in the whole packed batch.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from spmdrl.policy.megatron.routing import plan
 from spmdrl.tracking.metrics import Metrics
 
 Numbers = tuple[torch.Tensor, torch.Tensor]
-"""The head's two numbers for each token of a micro-batch: two tensors [T], or [T, L] for a head with L > 1 outputs."""
+"""The head's two outputs per token of a micro-batch: two tensors [T], or [T, L] for a head with L > 1 outputs."""
 
 
 class Pipeline:
-    """Runs micro-batches through this rank's parts of a model by Megatron's schedules (1F1B or interleaved)."""
+    """Runs micro-batches through this rank's model chunks with Megatron's schedules (1F1B or interleaved)."""
 
     def __init__(
         self,
@@ -42,10 +42,9 @@ class Pipeline:
         replay: bool = False,
         labels: int = 1,
     ):
-        """models: the result of `model.build`, possibly wrapped for training. softcap: cap on logits; None for no cap.
-
-        divisor: number that divides logits, without the temperature. replay: whether routers must choose the experts in
-        `token["experts"]`. labels: number of outputs of a `score` head for a token.
+        """models: the result of `model.build`, possibly wrapped for training. softcap: cap on logits, or None for no
+        cap. divisor: divisor of the logits, without the temperature. replay: whether to route tokens to the experts in
+        `token["experts"]`. labels: number of outputs per token of a `score` head.
         """
         from megatron.core import parallel_state
 
@@ -59,23 +58,23 @@ class Pipeline:
         self.tp_group = state.get_tensor_model_parallel_group() if layout.tp > 1 else None
         rows = -(-self.vocabulary // layout.tp)
         self.rows = [max(0, min(rows, self.vocabulary - rank * rows)) for rank in range(layout.tp)]
-        """Number of tokens in each rank's part of the vocabulary (`model.head_weight`)."""
+        """Number of tokens in each rank's vocabulary shard (`model.head_weight`)."""
         self.cp_group = state.get_context_parallel_group() if layout.cp > 1 else None
         self.cp_rank = parallel_state.get_context_parallel_rank()
         self.part = (layout.tp, parallel_state.get_tensor_model_parallel_rank()) if layout.sp else (1, 0)
         self.pp_group = state.get_pipeline_model_parallel_group()
 
     def forward(self, micros: list[Batch], temperature: float, second: Second) -> list[Numbers]:
-        """Return on every stage the head's numbers of all micro-batches, without gradient. Collective."""
+        """Return the head outputs of all micro-batches on every stage, without gradient. Collective."""
         with torch.no_grad():
             return self._everywhere(micros, self._run(micros, temperature, second, None))
 
     def forward_backward(
         self, micros: list[Batch], objective: Objective, shared: Shared, balance: float = 0.0
     ) -> Metrics:
-        """Add the gradient of the summed losses to the models' gradient buffers; return statistics on every stage.
+        """Accumulate the gradient of the summed losses in the gradient buffers; return statistics on every stage.
 
-        balance: weight of one token's load-balancing loss (`Routing.weight`). Collective.
+        balance: weight of the per-token load-balancing loss (`Routing.weight`). Collective.
         """
         metrics, self.balance = Metrics(), balance
         mine = self._run(
@@ -83,7 +82,7 @@ class Pipeline:
         )
         numbers = self._everywhere(micros, mine)
         if not self.last:
-            # Stages without the head compute the statistics too, from the numbers that the last stage sent.
+            # Stages without the head also compute the statistics, from the outputs that the last stage sent.
             with torch.no_grad():
                 for micro, (first_T, second_T) in zip(micros, numbers, strict=True):
                     self._loss(objective, shared, metrics, micro, first_T, second_T)
@@ -98,16 +97,17 @@ class Pipeline:
         self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, first_T, second_T
     ) -> torch.Tensor:
         if not len(micro):
-            # The products are empty, so the loss is 0. They keep the graph, because other ranks wait for this backward.
+            # The products are empty, so the loss is 0, but they keep the graph, because other ranks wait for this
+            # backward.
             first_T, second_T = (x.sum() * x.new_zeros(0) for x in (first_T, second_T))
         result = objective.loss(for_losses(micro, self.device), first_T, second_T, shared)
         metrics.merge(result.stats)
         return result.loss
 
     def _run(self, micros: list[Batch], temperature: float, second: Second, to_loss: Callable | None) -> list[Numbers]:
-        """Run the schedule once; return the head's numbers on the last stage, and an empty list on other stages.
+        """Run the schedule once; return the head outputs on the last stage and an empty list on other stages.
 
-        to_loss: function of a micro-batch and its numbers that returns the loss; None for a forward without backward.
+        to_loss: function that maps a micro-batch and its outputs to the loss, or None to only run forward passes.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -130,8 +130,8 @@ class Pipeline:
         def finish(micro: Batch, run: Batch, pack: Pack, model: Any, states: torch.Tensor):
             numbers = self._numbers(unwrapped(model), states[0], run.n_tokens, pack.head, temperature, second)
             value = to_loss(micro, *numbers) if to_loss else numbers[0].sum()
-            # The second element is a number of tokens by which Megatron would divide the loss. It is 0, which turns the
-            # division off, because the loss already includes every denominator.
+            # The second element is the token count that Megatron would divide the loss by. 0 disables this, because the
+            # loss is already normalised.
             return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
 
         longest = max(pack.tokens.shape[1] for pack in packs)
@@ -145,12 +145,12 @@ class Pipeline:
             forward_only=to_loss is None,
         )
         for model in self.models:
-            # Otherwise the model would keep the input of its last micro-batch until the next pass.
+            # Otherwise, the model would keep the input of its last micro-batch alive until the next pass.
             unwrapped(model).set_input_tensor([None])
         return numbers
 
     def _on_device(self, micro: Batch, run: Batch, pack: Pack) -> Pack:
-        """Return a pack on the device, with the information that routers need in this pass."""
+        """Return a packed batch on the device, with the routing information for this pass."""
         if self.settings.get("num_moe_experts"):
             prescribed, real = None, len(micro) > 0
             if self.replay and real:
@@ -163,7 +163,7 @@ class Pipeline:
     def _numbers(
         self, model: Any, states_SD: torch.Tensor, tokens: int, head: HeadRows, temperature: float, second: Second
     ) -> Numbers:
-        """Return the head's numbers [T], 0 outside the loss mask, the same on all ranks of tp and cp. Collective.
+        """Return the head outputs [T], 0 outside the loss mask, the same on all tp and cp ranks. Collective.
 
         tokens: number of tokens, T.
         """
@@ -181,7 +181,7 @@ class Pipeline:
         return first_T, other_T
 
     def _everywhere(self, micros: list[Batch], mine: list) -> list[Numbers]:
-        """Send the last stage's numbers to all stages and return them. Collective over pp."""
+        """Broadcast the last stage's outputs to all stages and return them. Collective over pp."""
         lengths = [micro.n_tokens if len(micro) else 2 for micro in micros]
         if self.pp_group.size() > 1 and micros:
             flat = torch.zeros(2, sum(lengths), *self.shape, device=self.device)

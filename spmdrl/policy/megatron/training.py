@@ -1,4 +1,4 @@
-"""Trains a Megatron policy: sums gradients in DDP buffers, and updates weights by the distributed optimizer."""
+"""Trains a Megatron policy: accumulates gradients in DDP buffers and steps the distributed optimizer."""
 
 import math
 from pathlib import Path
@@ -14,17 +14,14 @@ from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.safe_pickle import vet
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
-"""Options with which Megatron gathers optimizer state in host memory and saves it so that another layout can read
-it."""
+"""Options that make Megatron gather optimizer state in host memory and save it so that any layout can load it."""
 
 
 class Trainer:
-    """Gradient buffers of a model, summed over data-parallel ranks, and its AdamW, which these ranks shard."""
+    """Gradient buffers of a model, reduced over data-parallel ranks, and its AdamW, sharded over the same ranks."""
 
     def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
-        """models: the result of `model.build`. dtype: the dtype in which the forward computes. host_optimizer: use
-        `HostAdamW`.
-        """
+        """models: the result of `model.build`. dtype: dtype of the forward pass. host_optimizer: use `HostAdamW`."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.optimizer import OptimizerConfig as Settings
@@ -37,9 +34,9 @@ class Trainer:
                 DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
             ]
             for buffer in self._buffers():
-                # A buffer may have several buckets, because a tied embedding has a separate one. Megatron reads their
-                # state at offsets that include padding, but omits the padding when it concatenates buckets. So padding
-                # is counted as data.
+                # A buffer can have several buckets, because a tied embedding has its own. Megatron reads their state at
+                # offsets that include padding, but omits the padding when it concatenates buckets. So count padding as
+                # data.
                 buffer.numel_unpadded = buffer.numel
                 for bucket in buffer.buckets:
                     bucket.numel_unpadded = bucket.grad_data.numel()
@@ -58,46 +55,45 @@ class Trainer:
                 optimizer_cpu_offload=host_optimizer,
             )
             if host_optimizer:
-                # Without these options the device would also store the float32 weights. The options are set after the
-                # constructor, which would check the version of TransformerEngine, although it may not be installed.
+                # Without these options, the device would also store the float32 weights. Set them after construction,
+                # because the constructor would check the version of TransformerEngine, which may not be installed.
                 settings.use_precision_aware_optimizer = True
                 settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
             with repairs.OneCopy():
                 self.optimizer: Any = get_megatron_optimizer(settings, self.models)
         for group in self.optimizer.param_groups:
-            # `wd_mult` is 0 for vectors, which get no weight decay. Megatron multiplies by it only in its scheduler,
-            # which is not used.
+            # `wd_mult` is 0 for vectors, which are not decayed. Megatron only applies it in its scheduler, which is not
+            # used.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
-        # With this setting, gradients are summed over data-parallel ranks and never divided by ranks, micro-batches or
-        # tokens.
+        # This makes Megatron sum gradients over data-parallel ranks and never divide by ranks, micro-batches or tokens.
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = lambda models, tokens=None, **groups: finalize(models, None, **groups)
 
     def zero(self) -> None:
-        """Reset the gradient to zero."""
+        """Zero the gradients."""
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     @torch.no_grad()
     def norm(self) -> float:
-        """Return the global 2-norm of the gradient in float64, the same on every rank. Collective.
+        """Return the global 2-norm of the gradients in float64, the same on every rank. Collective.
 
-        Each tied weight counts once.
+        Tied weights are counted once.
         """
         self.optimizer.prepare_grads()
         total = torch.zeros((), dtype=torch.float64, device=next(self.models[0].parameters()).device)
         for gradient in (g for each in self._chained() for g in each.get_main_grads_for_grad_norm()):
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        # One collective reduces the sum over all optimizers. There cannot be one collective for each optimizer, because
-        # a pipeline stage may lack the optimizer of experts.
+        # Reduce the sum over all optimizers at once, not per optimizer, because some pipeline stages may have no
+        # optimizer for experts.
         dist.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
         return math.sqrt(total.item())
 
     def step(self, lr: float, norm: float, largest: float) -> None:
-        """Take one step of AdamW with gradients clipped to the norm `largest`; 0 for no clipping. Collective.
+        """Take one AdamW step with gradients clipped to the norm `largest` (0 for no clipping). Collective.
 
-        norm: the result of the method `norm`.
+        norm: the result of `self.norm()`.
         """
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip
 
@@ -109,8 +105,8 @@ class Trainer:
                 clip(parameters, largest, norm, each.config.use_precision_aware_optimizer)
         *before, last = self._chained()
         for each in before:
-            # Each optimizer would all-gather all weights after its step. The gather of the last one is enough, so the
-            # others get no models for it.
+            # Each optimizer would all-gather all weights after its step. Only the last one needs to, so hide the models
+            # from the others.
             chunks, each.model_chunks = each.model_chunks, []
             each.step_with_ready_grads()
             each.model_chunks = chunks
@@ -129,7 +125,7 @@ class Trainer:
         return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
 
     def _chained(self) -> list[Any]:
-        """Return Megatron's optimizers; a model with experts has a separate one for the weights of experts."""
+        """Return Megatron's optimizers; an MoE model has a separate one for expert weights."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _optimizers(self) -> list[Any]:
@@ -140,7 +136,7 @@ class Trainer:
             if isinstance(each, HostAdamW):
                 each.fill()
             elif isinstance(each, torch.optim.AdamW):
-                # Megatron saves a step count, which torch's AdamW has only after its first step.
+                # Megatron saves a step count, which torch's AdamW only has after the first step.
                 fill_state(each)
         names = {}
         for i, model in enumerate(self.models):
@@ -149,7 +145,7 @@ class Trainer:
         return {"optimizer": self.optimizer.sharded_state_dict(names, is_loading=loading, metadata=SHARDING)}
 
     def save(self, folder: Path) -> None:
-        """Write optimizer state into `folder` by Megatron's dist checkpointing. Collective."""
+        """Save optimizer state to `folder` with Megatron's dist checkpointing. Collective."""
         from megatron.core import dist_checkpointing
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +153,7 @@ class Trainer:
             dist_checkpointing.save(self._state(False), str(folder), _in_this_process())
 
     def load(self, folder: Path) -> None:
-        """Read optimizer state that `save` wrote under this layout or another one. Collective."""
+        """Load optimizer state that `save` wrote under this or any other layout. Collective."""
         from megatron.core import dist_checkpointing
 
         vet(folder)
@@ -169,19 +165,19 @@ class Trainer:
             restore_settings(each, own)
             for state in each.state.values():
                 if "step" in state:
-                    # The count is copied, because Megatron passes the same tensor for all parameters, and a step would
-                    # then increment it once for each of them.
+                    # Copy the step count, because Megatron passes the same tensor for all parameters, and a step would
+                    # increment it once per parameter.
                     state["step"] = state["step"].clone()
 
     def take_weights(self) -> None:
-        """Set the optimizer's float32 weights to the weights that were loaded into the model."""
+        """Set the optimizer's float32 weights to the weights loaded into the model."""
         self.optimizer.reload_model_params()
 
 
 def _in_this_process() -> Any:
-    """Return a save strategy that writes Megatron's file format in this process.
+    """Return a save strategy that writes Megatron's file format from this process.
 
-    Megatron's own strategy starts a process that never ends.
+    Megatron's own strategy starts a process that never exits.
     """
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from torch.distributed import checkpoint

@@ -1,4 +1,4 @@
-"""Distillation from a teacher with a different tokenizer, which matches distributions over spans of text.
+"""Distills from a teacher with a different tokenizer by matching distributions over spans of text.
 
 A span of text has a base, the position where the distributions are compared, and factors, the probabilities of the
 sampled tokens at the other positions of the span. Teacher and student tokenize a span differently, so each has its own
