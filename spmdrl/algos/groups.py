@@ -53,7 +53,7 @@ class Groups:
 
 
 def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return x minus the group mean; 0 in a group of one."""
+    """Return x minus the group mean, or 0 in a group of one."""
     # The lowest value of the group is subtracted first. Equal values are then centred to exactly 0, so `normalise` does
     # not divide rounding errors by eps.
     above_N = x_N - groups.low(x_N)
@@ -61,7 +61,7 @@ def centre(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def spread(centred_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return each row's unbiased group std, computed from centred values; 0 in a group of one."""
+    """Return each row's unbiased group std, computed from centred values, or 0 in a group of one."""
     scale_N = power_of_two(groups.low(-centred_N.abs()))
     squares_N = groups.sum((centred_N / scale_N).square())
     return (squares_N / (groups.size_N - 1).clamp(min=1)).sqrt() * scale_N
@@ -88,7 +88,7 @@ def leave_one_out(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """Return the smallest power of two above each |x|; 1 where x is 0.
+    """Return the smallest power of two above each |x|, or 1 where x is 0.
 
     Dividing by it is exact, and the squares of the quotients cannot overflow.
     """

@@ -121,7 +121,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Return the population std, 0 before the first reward."""
+        """Return the population std, or 0 before the first reward."""
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, count: float, total: float, total_sq: float) -> "RunningMoments":

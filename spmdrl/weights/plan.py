@@ -15,7 +15,7 @@ import numpy as np
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
 SMALL = 4096
-"""Maximum number of sent and received regions up to which a plan caches its buckets, which then take a few MiB."""
+"""A plan with at most this many sent and received regions caches its buckets, which then take a few MiB."""
 
 Regions = list[tuple[int, Box]]
 """Pairs (piece or tensor index, region), in message order."""
@@ -123,8 +123,8 @@ class Routes:
         overlap. wanted: boxes needed by each rank, without overlap within a rank. me: this rank. pieces: int64, piece
         index of each box that this rank holds. buckets: int64 [tensors], bucket index of each tensor, ascending.
 
-        Raises ValueError if no rank holds some part of what this rank needs, or if the boxes that different ranks hold
-        of it overlap without being identical.
+        Raises ValueError if no rank holds some part of what this rank needs, or if different ranks hold overlapping but
+        not identical boxes of it.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0
