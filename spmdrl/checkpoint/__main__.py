@@ -1,7 +1,7 @@
-"""Command that inspects the checkpoints of a run without starting it.
+"""Inspects the checkpoints of a run without starting it.
 
     python -m spmdrl.checkpoint list RUN        prints a table: step, time, size, ranks, layout, metric and damage
-    python -m spmdrl.checkpoint verify RUN      compares all files with their manifests; exit code 1 if any is damaged
+    python -m spmdrl.checkpoint verify RUN      checks all files against the manifests; exit code 1 if any is damaged
     python -m spmdrl.checkpoint diff A [B]      prints settings, versions, state and weights that differ
 
 RUN is a run folder; `verify` also takes a single checkpoint. A and B are checkpoints or run folders; a run folder
@@ -19,7 +19,7 @@ from spmdrl.checkpoint.published import best_step, measured_value, steps_saved
 
 
 def root_of(run: str) -> Path:
-    """Return the folder that holds a run's checkpoints. Raises ValueError if `run` contains no checkpoint."""
+    """Return the folder with a run's checkpoints. Raises ValueError if `run` contains no checkpoint."""
     for path in (Path(run) / "checkpoints", Path(run)):
         if steps_saved(path):
             return path
@@ -27,7 +27,7 @@ def root_of(run: str) -> Path:
 
 
 def checkpoint_of(name: str) -> Path:
-    """Return the checkpoint `name`, or the newest one of the run folder `name`. Raises ValueError if it is neither."""
+    """Return the checkpoint `name`, or the newest one in the run folder `name`. Raises ValueError if it is neither."""
     path = Path(name)
     if (path / "MANIFEST.json").exists():
         return path
@@ -41,10 +41,10 @@ def checkpoint_of(name: str) -> Path:
 
 
 def rows(root: Path) -> list[list[str]]:
-    """Return the rows of the table that `list` prints: one for each checkpoint, oldest first."""
+    """Return the rows of the table printed by `list`, one per checkpoint, oldest first."""
     steps = steps_saved(root)
     latest = (root / "latest").resolve().name
-    # The table shows the metric that `--checkpoint.best` named for the newest readable checkpoint that has one.
+    # Show the `--checkpoint.best` metric of the newest readable checkpoint that has one.
     best_by = next((name for step in steps if (name := _best_by(root / f"step_{step}"))), "")
     metric, best = best_by.removeprefix("-"), best_step(root, steps, best_by) if best_by else None
     out = []
@@ -93,7 +93,7 @@ def show_list(run: str) -> int:
 
 
 def verify(run: str) -> int:
-    """Verify every checkpoint and print one line for each; return the exit code, 1 if any is damaged."""
+    """Verify every checkpoint and print one line for each; return exit code 1 if any is damaged, else 0."""
     bad = 0
     folders = [Path(run)] if (Path(run) / "MANIFEST.json").exists() else None
     for folder in folders or [root_of(run) / f"step_{step}" for step in reversed(steps_saved(root_of(run)))]:
@@ -106,7 +106,7 @@ def verify(run: str) -> int:
 
 
 def diff(a: str, b: str | None) -> int:
-    """Print the differences of two checkpoints; return the exit code."""
+    """Print the differences between two checkpoints; return the exit code."""
     if b is None:
         root = root_of(a)
         steps = steps_saved(root)

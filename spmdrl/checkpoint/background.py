@@ -1,4 +1,4 @@
-"""Writes checkpoints, either within a step or in a thread while training continues."""
+"""Writes checkpoints, either synchronously or in a background thread while training continues."""
 
 import logging
 import threading
@@ -21,12 +21,12 @@ log = logging.getLogger("spmdrl")
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. Every rank has a Saver and makes the same calls."""
+    """Writes a run's checkpoints, one at a time. Every rank has a Saver and must make the same calls."""
 
     def __init__(self, cfg: TrainingConfig, root: Path, world: World):
-        """Remove checkpoints that a killed job left incomplete. Collective.
+        """Remove incomplete checkpoints of a killed job. Collective.
 
-        With `--checkpoint.background`, also make process groups for the thread that writes. root: the run's
+        With `--checkpoint.background`, also create process groups for the writer thread. root: the run's
         `checkpoints/`.
         """
         self.cfg, self.root, self.world = cfg, root, world
@@ -35,7 +35,7 @@ class Saver:
         self.metric_logged = False
         """True once a step has logged the metric of `--checkpoint.best`."""
         self.saved = 0
-        """Step of the checkpoint whose writing began last; 0 before the first one."""
+        """Step of the checkpoint that was last started; 0 before the first one."""
         self.expected_bytes = 0
         """Estimated size of the next checkpoint, in bytes."""
         self._thread: threading.Thread | None = None
@@ -45,10 +45,10 @@ class Saver:
         on_first(lambda: clean(root), world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
-        """Compute files that are equal in all checkpoints; warn if the disk is too full for a checkpoint. Collective.
+        """Compute the files that all checkpoints share, and warn if the disk is too full for a checkpoint. Collective.
 
-        If the settings request no checkpoints, only `expected_bytes` is set. The run calls this before it trains.
-        Raises ValueError if a model cannot be saved.
+        If checkpoints are disabled, this only sets `expected_bytes`. It is called before training starts. Raises
+        ValueError if a model cannot be saved.
         """
         saved = store.saved_models(models)
         self.expected_bytes = sum(model.checkpoint_bytes() for model in saved)
@@ -63,9 +63,9 @@ class Saver:
                 warn(str(error))
 
     def record_metrics(self, done: int, values: Mapping[str, float]) -> None:
-        """Record the metric of `--checkpoint.best` that step `done` logged, for the checkpoint of step `done - 1`.
+        """Record the `--checkpoint.best` metric logged in step `done`, for the checkpoint of step `done - 1`.
 
-        The value was measured with the weights after step `done - 1`, which that checkpoint holds.
+        The value was measured with the weights after step `done - 1`, which are the ones in that checkpoint.
         """
         metric = self.keep.metric
         if not metric or metric not in values:
@@ -76,16 +76,16 @@ class Saver:
             record_measured(self.root, done - 1, {metric: float(values[metric])})
 
     def resumed(self) -> None:
-        """Set `metric_logged` in a resumed run: True if the metric of `--checkpoint.best` was recorded before."""
+        """Set `metric_logged` in a resumed run: True if the `--checkpoint.best` metric was recorded earlier."""
         self.metric_logged = best_step(self.root, steps_saved(self.root), self.keep.best) is not None
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
-        """Save the state after `step` steps, in the background or before returning. Collective.
+        """Save the state after `step` steps, either in the background or before returning. Collective.
 
-        The call first waits until the previous checkpoint is written. state, mine: as in `store.Content`.
+        Waits for the previous checkpoint to be written first. state, mine: as in `store.Content`.
 
-        Raises the errors of `store.write`, such as DiskFullError. If a background write fails, the next call of `save`,
-        `poll` or `finish` raises the error.
+        Raises the errors of `store.write`, such as DiskFullError. If a background write fails, the error is raised by
+        the next call of `save`, `poll` or `finish`.
         """
         self.finish()
         began, self.saved = time.perf_counter(), step
@@ -113,14 +113,14 @@ class Saver:
         self._seconds = time.perf_counter() - began
 
     def _after(self) -> None:
-        """Take the size of the checkpoint just written as the estimate for the next one, on rank 0."""
+        """On rank 0, use the size of the checkpoint just written as the estimate for the next one."""
         if self.world.is_first:
             self.expected_bytes = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
     def poll(self) -> dict[str, float]:
-        """Return `time/checkpoint_write`, the seconds of a background write, once after the write has ended; else {}.
+        """Return `time/checkpoint_write`, the duration in seconds, once after each background write; otherwise {}.
 
-        Not collective: ranks may notice the end at different steps. If the write failed, this method raises the error.
+        Not collective: ranks may notice the end at different steps. Raises the error if the write failed.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
@@ -128,9 +128,9 @@ class Saver:
         return numbers
 
     def finish(self) -> None:
-        """Wait until a background write, if there is one, has published its checkpoint; every rank makes this call.
+        """Wait for a pending background write to publish its checkpoint. Must be called on all ranks.
 
-        If the write failed, raises the error: a ValueError unchanged, any other as the cause of a RuntimeError.
+        Raises the error if the write failed: a ValueError unchanged, any other as the cause of a RuntimeError.
         """
         if self._thread is None:
             return
@@ -138,7 +138,7 @@ class Saver:
             before = rank_status.side_count
             self._thread.join(1.0)
             if rank_status.side_count != before:
-                # The writing thread made progress, so this waiting thread is not stuck either.
+                # The writer thread made progress, so this waiting thread is not stuck either.
                 tick()
         self._thread = None
         error, self._error = self._error, None

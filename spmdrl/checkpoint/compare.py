@@ -1,4 +1,4 @@
-"""Compares settings, versions, state and weights of two checkpoints. Tensors are read slice by slice."""
+"""Compares the settings, versions, state and weights of two checkpoints. Tensors are read slice by slice."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from spmdrl.config.fields import flag, shown
 from spmdrl.config.resume import flat
 
 SLICE = 64 << 20
-"""Size of a slice in bytes, counted in float64. Tensors are compared slice by slice, to save memory."""
+"""Size of a slice in bytes, assuming float64 elements. Tensors are compared slice by slice to save memory."""
 TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Yield the lines of a report. Differences except in weights have the form `value in one -> value in other`.
+    """Yield the lines of a report. Except for weights, differences have the form `value in one -> value in other`.
 
     Both checkpoints must be intact.
     """
@@ -37,7 +37,7 @@ def report(one: Path, other: Path) -> Iterator[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings saved in a checkpoint; if it has none, those of its run folder."""
+    """Return the settings saved in a checkpoint, or those in its run folder if it has none."""
     for path in (folder / "state" / "config.yaml", folder.resolve().parents[1] / "config.yaml"):
         if path.is_file():
             return flat(yaml.safe_load(path.read_text()))
@@ -45,7 +45,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> Iterator[str]:
-    """Yield a line with the number of keys whose values differ, then a line for each; `name` returns a key's label."""
+    """Yield the number of keys whose values differ, then one line for each. name: returns a key's label."""
     changed = [key for key in [*a, *(k for k in b if k not in a)] if a.get(key) != b.get(key)]
     yield f"{title}: " + (f"{len(changed)} differ" if changed else "equal")
     for key in changed:
@@ -54,15 +54,15 @@ def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> 
 
 
 def _models(folder: Path) -> set[str]:
-    """Return the names of a checkpoint's sub-folders that hold a model's weights."""
+    """Return the names of the sub-folders of a checkpoint that contain model weights."""
     found = {p.parent.relative_to(folder).as_posix() for p in folder.rglob("*.safetensors")}
     return {name for name in found if not name.startswith("state") and "/state" not in name}
 
 
 def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
-    """Yield lines about a model's tensors that are in only one checkpoint, or whose shapes or values differ.
+    """Yield lines about a model's tensors that are missing in one checkpoint, or whose shapes or values differ.
 
-    Of tensors whose values differ, the TOP ones with the largest absolute difference are listed, the largest first.
+    Among tensors whose values differ, the TOP ones with the largest absolute difference are listed, largest first.
     """
     from safetensors import safe_open
 
@@ -92,7 +92,7 @@ def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return tensor name -> the safetensors file that holds the tensor."""
+    """Return a dict from tensor name to the safetensors file that contains it."""
     from safetensors import safe_open
 
     found = {}
@@ -103,7 +103,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _largest(left: Any, right: Any) -> float:
-    """Return the largest absolute difference in float64; NaN if only one of the two tensors is NaN at some position."""
+    """Return the maximum absolute difference in float64, or NaN if only one of the tensors is NaN at some position."""
     shape = left.get_shape()
     if not shape:
         return _difference(left[...], right[...])
@@ -114,6 +114,6 @@ def _largest(left: Any, right: Any) -> float:
 
 def _difference(a: Any, b: Any) -> float:
     a, b = a.double(), b.double()
-    # Two infinities of one sign count as equal, and so do two NaN.
+    # Infinities of the same sign count as equal, and so do two NaNs.
     differs = ~((a == b) | (a.isnan() & b.isnan()))
     return float((a - b)[differs].abs().max()) if bool(differs.any()) else 0.0

@@ -1,4 +1,4 @@
-"""Functions for names, hashes and flushing of a checkpoint's files, and for free disk space; none is collective."""
+"""Names, hashes and flushes checkpoint files, and checks free disk space. Nothing here is collective."""
 
 import errno
 import os
@@ -13,9 +13,9 @@ import xxhash
 from spmdrl.health.status import rank_status, tick
 
 FULL_DISK = ("No space left", "Disk quota exceeded", "File too large")
-"""Parts of the messages by which libraries report a full disk."""
+"""Substrings of the messages with which libraries report a full disk."""
 MEASURE_EVERY = 3.0
-"""Seconds between two measurements of a folder's size by `growth_is_progress`."""
+"""Interval in seconds at which `growth_is_progress` measures the folder's size."""
 
 
 class DiskFullError(ValueError):
@@ -33,15 +33,15 @@ def file_hash(path: Path) -> str:
 
 
 def flushed_hash(path: Path) -> str:
-    """Hash a file that was just written, flush it to the disk, and return the hash."""
-    # The hash is computed before the flush: afterwards the disk would be read, which may return other bytes.
+    """Hash a newly written file, flush it to disk, and return the hash."""
+    # Hash before flushing: afterwards, the file would be read from disk, which may return different bytes.
     found = file_hash(path)
     flush(path)
     return found
 
 
 def flush(path: Path) -> None:
-    """Flush a file to the disk and out of the page cache, so that the next read sees the disk's bytes."""
+    """Flush a file to disk and drop it from the page cache, so that the next read comes from the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -53,7 +53,7 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it, so that it appears completely or not at all."""
+    """Write a file atomically: write it under a temporary name, then rename it."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     flush(part)
@@ -61,17 +61,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def rank_name(rank: int) -> str:
-    """Return the name of the file that holds one rank's part of a run's state."""
+    """Return the name of the file with a rank's part of the run state."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """Return the files with each rank's part of the state (`checkpoint/treefile.py` reads them), in rank order."""
+    """Return the per-rank state files in rank order, to be read with `checkpoint/treefile.py`."""
     return sorted((folder / "state" / "ranks").glob("rank_*.safetensors"))
 
 
 def check_free_space(root: Path, needed: int) -> None:
-    """Raise DiskFullError if the disk has less than `needed` bytes free."""
+    """Raise DiskFullError if fewer than `needed` bytes are free on the disk."""
     at = next(p for p in (root, *root.absolute().parents) if p.exists())
     free = shutil.disk_usage(at).free
     if free < needed:
@@ -83,11 +83,11 @@ def check_free_space(root: Path, needed: int) -> None:
 
 @contextmanager
 def explain_full_disk(root: Path, step: int) -> Iterator[None]:
-    """Turn an error that a full disk causes in any library into a DiskFullError with advice."""
+    """Convert any library's error about a full disk into a DiskFullError with advice."""
     try:
         yield
     except BaseException as error:
-        # The error of torch.distributed.checkpoint is a BaseException and not an Exception.
+        # torch.distributed.checkpoint raises a BaseException that is not an Exception.
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         words = next((words for words in FULL_DISK if words in str(error)), "")
         if isinstance(error, DiskFullError) or not (full or words):
@@ -113,10 +113,10 @@ def byte_text(n: float) -> str:
 
 @contextmanager
 def growth_is_progress(folder: Path) -> Iterator[None]:
-    """Count every change in the size of `folder` as progress of this thread, as `health.status.tick` does.
+    """Count every change in the size of `folder` as progress of this thread, like `health.status.tick`.
 
-    Libraries write for minutes without calling `tick`, and the rank would look stuck. If the file system hangs, the
-    measurement hangs too, so that the rank rightly looks stuck.
+    Libraries can write for minutes without calling `tick`, which would make the rank look stuck. If the file system
+    hangs, the measurement hangs too, so the rank correctly looks stuck.
     """
     field = "count" if threading.current_thread() is threading.main_thread() else "side_count"
     ended = threading.Event()
@@ -137,7 +137,7 @@ def growth_is_progress(folder: Path) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the total size of the files in a folder, in bytes. A file that vanishes during the count counts as 0."""
+    """Return the total size of the files in a folder, in bytes. Files that vanish in the meantime count as 0."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,4 @@
-"""Locks the run folder at the start of a job; decides whether the job resumes in it, moves it aside or refuses it."""
+"""Locks the run folder when a job starts, and decides if the job resumes in it, moves it aside or refuses it."""
 
 import json
 import os
@@ -19,20 +19,20 @@ from spmdrl.spmd.exchange import all_gather_text, gather_names
 from spmdrl.spmd.world import World
 
 FIRST_DAY = "first_day"
-"""File in the run folder that holds the day of the run's first start."""
+"""File in the run folder that records the day on which the run was first started."""
 
 
 def together(act: Callable[[], Any], world: World) -> list[Any]:
-    """Call `act` on each rank; return the JSON-able values of all ranks, in rank order, on every rank. Collective.
+    """Call `act` on every rank; return all ranks' results, which must be JSON-serialisable, in rank order. Collective.
 
-    If `act` fails on any rank, every rank raises an error. A failed rank raises its own; the others raise one with the
-    text of the first failed rank.
+    If `act` fails on any rank, every rank raises an error. A failed rank raises its own error; the others raise one
+    with the message of the first failed rank.
     """
     error = None
     try:
         report = json.dumps([act(), None])
     except Exception as found:
-        # A ValueError is a user's mistake with advice, so the other ranks raise a ValueError, too.
+        # A ValueError is a user error with advice, so the other ranks raise a ValueError, too.
         error, report = found, json.dumps([None, [isinstance(found, ValueError), str(found)]])
     reports = [json.loads(text) for text in all_gather_text(report, world.host_group)]
     if error is not None:
@@ -45,20 +45,20 @@ def together(act: Callable[[], Any], world: World) -> list[Any]:
 
 
 def on_first(act: Callable[[], Any], world: World) -> Any:
-    """Call `act` on rank 0 and return its JSON-able value, or raise its error, on all ranks. Collective."""
+    """Call `act` on rank 0 and return its JSON-serialisable result, or raise its error, on all ranks. Collective."""
     return together(lambda: act() if world.is_first else None, world)[0]
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
     """Lock the run folder for this job until it ends; return lines for the user. Collective.
 
-    With `--run.fresh` a folder that is not empty is moved aside first; nothing is deleted. A job that torchrun or SLURM
-    restarted keeps the folder's content even then. Call this before anything opens a file in the folder.
+    With `--run.fresh`, a non-empty folder is first moved aside; nothing is deleted. A job restarted by torchrun or
+    SLURM keeps the folder's content even then. Call this before anything opens a file in the folder.
 
-    timeout: seconds that the other ranks wait for rank 0. A job that is ending may still hold the folder: rank 0 waits
-    for its release for half of that time, and at most `lock.WAIT` seconds.
+    timeout: seconds that the other ranks wait for rank 0. An exiting job may still hold the folder, so rank 0 waits for
+    its release for up to half of that time, and at most `lock.WAIT` seconds.
 
-    Raises ValueError if another job uses the folder, or if the folder cannot be made or moved.
+    Raises ValueError if another job is using the folder, or if the folder cannot be created or moved.
     """
     agents = set(gather_names([lock.launcher()], world.host_group)) - {""}
 
@@ -86,14 +86,14 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
             mine.release()
             raise
         before.release()
-    # A node that was replaced may return after a later restart, so the lock file keeps the name of its launcher.
+    # A replaced node may come back after a later restart, so the lock file keeps its launcher's name.
     mine.sign(agents | lock.agents_of(mine.record) if restarted else agents)
     lock.held.append(mine)
     return [*notes, f"warning: {mine.warning}"] if mine.warning else notes
 
 
 def _move_aside(folder: Path) -> str:
-    """Rename a run folder, or the target of a link, and make an empty one in its place; return a line for the user."""
+    """Rename a run folder, or the target of a link, and create an empty one instead; return a note for the user."""
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise ValueError(
@@ -117,7 +117,7 @@ def _move_aside(folder: Path) -> str:
 def check_still_owned(world: World) -> None:
     """Raise TakenError on every rank if another job has taken the run folder. Collective.
 
-    After the error, this job writes nothing more to the folder.
+    After this error, the job writes nothing more to the folder.
     """
     if problem := on_first(lock.problem, world):
         rank_status.folder = None
@@ -125,7 +125,7 @@ def check_still_owned(world: World) -> None:
 
 
 def check_evaluation(folder: Path, world: World) -> None:
-    """Raise ValueError if an evaluation's folder holds checkpoints, from which it would resume. Collective."""
+    """Raise ValueError if an evaluation's folder contains checkpoints, from which it would resume. Collective."""
     if on_first(lambda: steps_saved(folder / "checkpoints"), world):
         raise ValueError(
             f"{folder} holds the checkpoints of a run, and an evaluation needs a separate folder, usually "
@@ -140,12 +140,12 @@ def check_settings(
     given: Collection[str] = (),
     kinds: Mapping[str, type] | None = None,
 ) -> list[str]:
-    """Check that a resumed run has the settings with which its folder was made; return lines for the user. Collective.
+    """Check that a resumed run has the same settings as its folder; return lines for the user. Collective.
 
     given, kinds: as in `differences`.
 
-    Raises ValueError if the folder belongs to another entry point, or if settings that change results differ without
-    `--run.allow-changes`; the message lists each of these settings.
+    Raises ValueError if the folder belongs to another entry point, or if settings that affect results differ and
+    `--run.allow-changes` is not set; the message lists these settings.
     """
     return on_first(lambda: _compared_settings(recorded_settings(folder), folder, cfg, given, kinds), world)
 
@@ -169,14 +169,14 @@ def _compared_settings(path: Path, folder: Path, cfg: TrainingConfig, given: Col
 
 
 def write_config(folder: Path, cfg: TrainingConfig) -> None:
-    """Write the run's settings to `config.yaml` in the run folder, completely or not at all."""
+    """Write the run's settings to `config.yaml` in the run folder atomically."""
     write_text(folder / "config.yaml", to_yaml(settings_to_record(cfg)))
 
 
 def first_day(folder: Path, world: World) -> date:
-    """Return the day on which the run in a folder was first started, or today for a new run. Collective.
+    """Return the day on which the run in `folder` was first started, or today for a new run. Collective.
 
-    Chat templates that show the date show this day, so that a run renders the same tokens after midnight.
+    Chat templates that include the date use this day, so that a run renders the same tokens after midnight.
     """
 
     def read() -> str:
@@ -189,5 +189,5 @@ def first_day(folder: Path, world: World) -> date:
 
 
 def write_first_day(folder: Path, day: date) -> None:
-    """Record the day of the run's first start, which `first_day` returns at later starts."""
+    """Record the day on which the run was first started, for `first_day`."""
     write_text(folder / FIRST_DAY, f"{day.isoformat()}\n")

@@ -1,9 +1,9 @@
-"""Locks a run folder for one job at a time: rank 0 holds a lock on RUN/.lock, whose content names the job.
+"""Locks a run folder for one job at a time: rank 0 holds a lock on RUN/.lock, whose content identifies the job.
 
-The lock is POSIX's (`fcntl`), not BSD's: it belongs to the process and not to the open file, so a forked child that
-outlives a killed rank does not keep it, and on NFS it works between machines. The kernel releases it whenever the
-process ends. On a file system without locks a job still notices, from the file's content, that another job has taken
-the folder. The module does not communicate between ranks.
+It is a POSIX lock (`fcntl`), not a BSD lock: it belongs to the process rather than the open file, so a forked child
+that outlives a killed rank does not keep it, and it works across machines on NFS. The kernel releases it when the
+process exits. On a file system without locks, a job can still tell from the file's content that another job has taken
+the folder. There is no communication between ranks.
 """
 
 import errno
@@ -21,14 +21,14 @@ from pathlib import Path
 
 NAME = ".lock"
 WAIT = 10.0
-"""Maximum number of seconds to wait for a lock, which a job that is ending may still hold."""
+"""Maximum seconds to wait for a lock that an exiting job may still hold."""
 HELD = (errno.EACCES, errno.EAGAIN)
 LONGEST = 1 << 20
-"""Maximum number of bytes that are read from a lock file."""
+"""Maximum number of bytes to read from a lock file."""
 
 
 class InUseError(ValueError):
-    """Another job writes to this run folder."""
+    """Another job is using this run folder."""
 
 
 class TakenError(ValueError):
@@ -41,14 +41,14 @@ class Lock:
 
     folder: Path
     handle: int
-    """Handle of the open lock file. If this process closes any other handle of the file, the lock is released."""
+    """File descriptor of the lock file. The lock is lost if this process closes any other descriptor of the file."""
     warning: str = ""
-    """Reason why the folder is not locked; empty if it is locked."""
+    """Reason why the folder could not be locked; empty if it is locked."""
     record: dict = field(default_factory=dict)
-    """Content of the lock file: before `sign` it describes the previous owner, and after it this job."""
+    """Content of the lock file, which describes the previous owner before `sign` and this job afterwards."""
 
     def sign(self, agents: Collection[str]) -> None:
-        """Write this job into the file as the owner. agents: `launcher()` of all its ranks, before restarts too."""
+        """Record this job as the owner. agents: `launcher()` of all its ranks, including those before restarts."""
         self.record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -63,14 +63,14 @@ class Lock:
         os.fsync(self.handle)
 
     def problem(self) -> str:
-        """Return the reason why this job must not write to the folder any more; empty if none is known."""
+        """Return the reason why this job must no longer write to the folder; empty if none is known."""
         path = self.folder / NAME
         try:
             mine, there = os.fstat(self.handle), os.stat(path)
             if (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
                 record = _read(self.handle)
             else:
-                # Some file systems change a file's inode number at times, so the content of the file decides.
+                # Some file systems occasionally change a file's inode number, so the file's content decides.
                 other = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     record = _read(other)
@@ -109,24 +109,24 @@ class Lock:
 
 
 held: list[Lock] = []
-"""Locks that this process holds: none until it has taken its run folder, then that folder's lock."""
+"""Locks held by this process: empty until it has taken its run folder, then that folder's lock."""
 
 
 def take(folder: Path, wait: float = WAIT) -> Lock:
     """Lock an existing run folder.
 
-    wait: maximum number of seconds to wait until another process releases the lock.
+    wait: maximum seconds to wait for another process to release the lock.
 
     Raises:
         InUseError: another process still holds the lock; the message names it and gives advice.
-        OSError: the lock file cannot be made.
+        OSError: the lock file cannot be created.
     """
     until = time.monotonic() + wait
     while True:
         lock = Lock(folder, os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         locked, lock.record = lock._lock(), _read(lock.handle)
         with suppress(FileNotFoundError):
-            # The previous job may have moved or removed the file, so the lock counts only if the file is still there.
+            # The previous job may have moved or removed the file, so the lock is only valid if the file is still there.
             there = os.stat(folder / NAME)
             if locked and there.st_ino == os.fstat(lock.handle).st_ino:
                 return lock
@@ -141,12 +141,12 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
 
 
 def problem() -> str:
-    """Return `Lock.problem` of the lock that this process holds; empty if it holds none."""
+    """Return `Lock.problem` for the lock held by this process; empty if it holds none."""
     return held[0].problem() if held else ""
 
 
 def owner_name(record: dict) -> str:
-    """Return the job that owns a lock file, as text: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
+    """Return a description of the job that owns a lock file: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
     with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
         since = datetime.fromtimestamp(record["since"]).isoformat(" ", "seconds")
         return f"process {record['pid']} on {record['host']} (since {since})"
@@ -154,7 +154,7 @@ def owner_name(record: dict) -> str:
 
 
 def _read(handle: int) -> dict:
-    """Return the content of the lock file; {} if `sign` did not write it."""
+    """Return the content of the lock file, or {} if it was not written by `sign`."""
     with suppress(OSError, ValueError, RecursionError):
         record = json.loads(os.pread(handle, LONGEST, 0))
         return record if isinstance(record, dict) else {}
@@ -165,17 +165,17 @@ def _read(handle: int) -> dict:
 
 
 def launcher() -> str:
-    """Return a unique name of the torchrun process that started this one; empty without torchrun.
+    """Return a unique name for the torchrun process that started this one; empty without torchrun.
 
-    A torchrun process survives restarts of its ranks, so the name identifies a restarted job. The variables that
-    torchrun sets do not: several jobs may have the same run id, for example "none", and the restart count does not
-    change on a node where no rank failed.
+    A torchrun process survives restarts of its ranks, so the name identifies a restarted job. torchrun's environment
+    variables do not: several jobs can share a run id, for example "none", and the restart count stays the same on nodes
+    where no rank failed.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     pid, started = os.getppid(), ""
     with suppress(OSError, ValueError, IndexError):
-        # A script may run between torchrun and this process: the first ancestor without the variable is torchrun.
+        # There may be a script between torchrun and this process: torchrun is the first ancestor without the variable.
         above = pid
         while above and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{above}/environ").read_bytes():
             above = int(_stat(above)[1])
@@ -186,18 +186,18 @@ def launcher() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat that follow the process's name: state, parent, ..., start time (the 20th)."""
+    """Return the fields of /proc/PID/stat after the process name: state, parent, ..., start time (the 20th)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def same_job(record: dict, agents: Collection[str]) -> bool:
-    """Return True if the job that wrote `record` is this one, restarted by torchrun or by SLURM."""
+    """Return True if the job that wrote `record` is this one before a restart by torchrun or SLURM."""
     restarted = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     job = os.environ.get("SLURM_JOB_ID", "")
     return bool(agents_of(record).intersection(agents)) or (restarted and job != "" and record.get("slurm") == job)
 
 
 def agents_of(record: dict) -> set[str]:
-    """Return the values of `launcher()` on all ranks of the job that wrote `record`."""
+    """Return the `launcher()` values of all ranks of the job that wrote `record`."""
     agents = record.get("agents")
     return {agent for agent in agents if isinstance(agent, str)} if isinstance(agents, list) else set()

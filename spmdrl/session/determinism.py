@@ -1,9 +1,9 @@
-"""Makes two runs of the same settings and layout equal to the last bit (`--run.deterministic`).
+"""Makes runs with the same settings and layout bitwise reproducible (`--run.deterministic`).
 
-The flag has these effects: torch refuses operations that sum in varying order; each prompt goes to a fixed engine
-(`config/layers.py` sets the static assignment); vLLM and SGLang on GPUs use batch-invariant kernels; settings whose
-effect depends on timing are refused or named in a warning (`config/engines.py`, `rl/build.py`). Runs become slower. On
-a CPU, a run with the static assignment is usually deterministic even without the flag.
+With this flag, torch raises an error for operations without a deterministic implementation; each prompt goes to a fixed
+engine (`config/layers.py` sets static assignment); vLLM and SGLang use batch-invariant kernels on GPUs; settings whose
+effect depends on timing are rejected or cause a warning (`config/engines.py`, `rl/build.py`). Runs become slower. On a
+CPU, a run with the static assignment is usually deterministic even without the flag.
 """
 
 import os
@@ -16,11 +16,12 @@ from spmdrl.config.schema import RunConfig
 from spmdrl.spmd.seeds import seed_for
 
 ENVIRONMENT = {
-    # This gives cuBLAS a workspace of fixed size for every stream, which torch requires for deterministic algorithms.
+    # Gives cuBLAS a fixed-size workspace per stream, which torch requires for deterministic algorithms.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # NVLS is excluded, as the network switch sums values in the order in which they arrive.
+    # Excludes NVLS, because the network switch sums values in order of arrival.
     "NCCL_ALGO": "^NVLS",
-    # flash-attn in transformers reads the first of the next two variables, Megatron's Transformer Engine the second.
+    # Of the next two variables, flash-attn in transformers reads the first, and Megatron's Transformer Engine the
+    # second.
     "FLASH_ATTENTION_DETERMINISTIC": "1",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     # With a fixed hash seed, child processes iterate over sets in the same order.
@@ -30,12 +31,12 @@ ENVIRONMENT = {
 
 
 def make_deterministic(run: RunConfig) -> None:
-    """Seed the process's generators and, with `--run.deterministic`, make torch and its libraries deterministic.
+    """Seed the global generators and, with `--run.deterministic`, make torch and its libraries deterministic.
 
     It must be called before these libraries are initialized.
     """
-    # This project seeds each of its random draws by the data, but a user's loss may draw from these generators. Their
-    # seed is equal on all ranks, so that ranks with the same tokens (--parallel.sp) compute the same loss.
+    # Our own random draws are seeded from data, but a user-defined loss may draw from these generators. All ranks use
+    # the same seed, so that ranks with the same tokens (--parallel.sp) compute the same loss.
     seed = seed_for(run.seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

@@ -1,13 +1,14 @@
-"""Moves models and the engine on and off the device, which the engine and the trainer use in turn.
+"""Moves models and the engine on and off the device, which engine and trainer use in turn.
 
-Only this module moves models, in an order that bounds the peak memory; `--policy.offload` and `--reference.offload`
-choose the models that move. Before a rollout, frozen models, critics, gradients and optimizer moments are moved off the
-device; the engine's weights are moved back and overwritten with the policy's; the policy's parameters are moved off;
-then the KV cache is allocated. After the rollout, the engine is put to sleep, then the trainer's models are moved back.
-Under split placement, a rank has either an engine or a trainer, so nothing is moved.
+Only this module moves models, in an order that bounds peak memory; `--policy.offload` and `--reference.offload` select
+the models to offload. Before a rollout, frozen models, critics, gradients and optimizer moments are offloaded; the
+engine's weights are moved back and overwritten with the policy's; the policy's parameters are offloaded; then the KV
+cache is allocated. After the rollout, the engine is put to sleep, then the trainer's models are moved back. Under split
+placement, a rank has either an engine or a trainer, so nothing is moved.
 
 A frozen judge or a teacher on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before
-the policy samples again, `restore` sends its weights by the same moves as before a rollout, so the peak does not grow.
+the policy samples again, `restore` sends its weights with the same sequence of moves as before a rollout, so peak
+memory does not grow.
 """
 
 import logging
@@ -41,7 +42,7 @@ log = logging.getLogger("spmdrl")
 
 @dataclass(frozen=True)
 class Holding:
-    """A row of the memory table: the bytes of one owner (such as `KV cache`) on this rank, and their place."""
+    """A row of the memory table: the bytes that one owner (such as `KV cache`) holds on this rank, and where."""
 
     owner: str
     place: Literal["device", "host", "disk", "gone"]
@@ -50,9 +51,9 @@ class Holding:
 
 @dataclass(frozen=True)
 class Border:
-    """A snapshot between two moves: the table, the measured bytes, and their peak since the previous snapshot.
+    """A snapshot between two moves: the table, the measured bytes in use, and their peak since the previous snapshot.
 
-    The snapshot `logged` instead has the peak since the previous call of `metrics`.
+    For the snapshot `logged`, the peak is since the previous call of `metrics`.
     """
 
     table: tuple[Holding, ...]
@@ -61,20 +62,20 @@ class Border:
 
     @property
     def on_device(self) -> int:
-        """The sum of the table's bytes that are on the device."""
+        """Total bytes of the table's rows on the device."""
         return sum(row.bytes for row in self.table if row.place == "device")
 
 
 def place_of(name: str, models: Models, cfg: Config) -> Literal["none", "host", "disk"]:
-    """Return the place of a model while the engine samples; `none` if it stays on the device."""
+    """Return where a model is kept during rollout; `none` if it stays on the device."""
     return cfg.policy.offload if name == "policy" or name in models.trained() else cfg.reference.offload
 
 
 @contextmanager
 def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
-    """Keep models offloaded as in a rollout inside this context, in which an engine is built and put to sleep.
+    """Offload models as in a rollout while an engine is built and put to sleep in this context.
 
-    vLLM refuses to start if its configured share of the device's memory is not free.
+    vLLM refuses to start if its configured fraction of device memory is not free.
     """
     for name, model in models.named():
         if (place := place_of(name, models, cfg)) != "none":
@@ -85,33 +86,33 @@ def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
 
 
 class Memory:
-    """Switches between the rollout and training phases of a run, and keeps the table of memory by owner."""
+    """Switches between the rollout and training phases of a run, and tracks memory by owner."""
 
     def __init__(self, cfg: Config, models: Models, engine: Engine | None, timer: Timer, world: World):
-        """Begin the table. Collective. models.policy is None on a rank that does not train; engine may be None."""
+        """Set up the memory table. Collective. models.policy is None on ranks that do not train; engine may be None."""
         self.cfg, self.models, self.policy, self.engine, self.timer = cfg, models, models.policy, engine, timer
         self.world, self.shared = world, models.policy is not None and engine is not None
         dtype, bucket_bytes = DTYPES[cfg.model.dtype], cfg.rollout.push_bucket_mib << 20
         self.transfer = Transfer(world, models.policy, engine, dtype, bucket_bytes, pushed_parts(cfg))
         self.last_push: PushReport | None = None
         self.version = -1
-        """Version of the policy when the rollout phase began, on every rank. Engines sample with these weights."""
+        """Policy version at the start of the rollout phase, on every rank. Engines sample with these weights."""
         self.phases: dict[str, Border] = {}
-        """Latest snapshot at each moment of a step, by the moment's name (such as `pushed`), in the moments' order."""
+        """Latest snapshot for each moment of a step, by name (such as `pushed`), in chronological order."""
         self.meter, self.peak = Meter(world.device), 0
         self.short = kind_of(world.device) == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
-        """True if the allocator must return freed memory to the device or the system."""
+        """True if the allocator must return freed memory to the device or the operating system."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
         self.lent = bool(frozen_judges(cfg) or cfg.engine_teachers())
-        """True if an engine may hold weights of a judge or a teacher, so that versions may differ between engines."""
+        """True if an engine may hold the weights of a judge or teacher, so that versions can differ between engines."""
         self.check: EngineCheck | None = None
-        """The check that compares the engine with the policy in the first step; None for jobs without this check."""
+        """Check that compares the engine with the policy in the first step, or None for jobs without it."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
 
     @contextmanager
     def rollout_phase(self) -> Iterator[None]:
-        """Wake the engine with the policy's weights, and offload the trainer as the settings require. Collective."""
+        """Wake the engine with the policy's weights, and offload the trainer as configured. Collective."""
         self._give_engine(dict(self.models.named()))
         with self._room("rollout", "sampling"):
             if self.check and self.check.due:
@@ -123,8 +124,8 @@ class Memory:
     def _give_engine(self, present: dict[str, Any]) -> None:
         """Send the policy's weights to the engine. Collective.
 
-        If trainer and engine share the device, also offload the trainer's models and wake the engine, in the order that
-        the module describes. present: models that are on the device.
+        If trainer and engine share the device, also offload the trainer's models and wake the engine, in the order
+        described in the module docstring. present: models currently on the device.
         """
         engine = self.engine if self.shared else None
         with self.timer("push"):
@@ -152,15 +153,14 @@ class Memory:
     def lend(self, folder: Tensors, version: int, whose: str) -> None:
         """Load other weights into the engine within a rollout phase. Collective over the ranks of the engine.
 
-        version: a number below -1, since policies have versions from 0 on. whose: the owner, such as `judge`, for
-        messages.
+        version: a number below -1, since policy versions start at 0. whose: the owner, such as `judge`, for messages.
         """
         assert self.lent and version < -1
         with self.timer("push"), self._room("rollout", f"the {whose}'s weights"):
             self._give_back(self.transfer.load(folder, version))
 
     def restore(self) -> None:
-        """Send the policy's weights again to engines with other weights, within a rollout phase. Collective."""
+        """Send the policy's weights to engines that hold other weights, within a rollout phase. Collective."""
         assert self.engine and self.shared
         if not self._stale()[1]:
             return
@@ -173,7 +173,7 @@ class Memory:
 
     @contextmanager
     def training_phase(self) -> Iterator[None]:
-        """Put the engine to sleep and move the trainer onto the device, if the rank has both. Collective."""
+        """Put the engine to sleep and move the trainer back to the device, if the rank has both. Collective."""
         engine = self.engine if self.shared else None
         with self.timer("sleep"):
             if engine:
@@ -206,7 +206,7 @@ class Memory:
             self._sent(held, {owner: "gone" if owner.endswith(" gradients") else place for owner in held})
 
     def _push(self) -> None:
-        """Send the policy's weights to every engine if at least one engine lacks them. Collective."""
+        """Send the policy's weights to all engines if at least one engine lacks them. Collective."""
         version, stale = self._stale()
         self.version = version
         if stale:
@@ -218,10 +218,10 @@ class Memory:
             self._give_back(self.last_push.bytes)
 
     def _stale(self) -> tuple[int, bool]:
-        """Return the policy's version, and True if an engine has other weights. Collective."""
+        """Return the policy version, and True if an engine has other weights. Collective."""
         if self.shared and self.engine and not self.lent:
             return self.policy.version, self.engine.version != self.policy.version
-        # A rank may lack a policy or an engine, and engines that were lent may have different versions.
+        # A rank may lack a policy or an engine, and engines lent to other models may have different versions.
         held = torch.tensor([self.policy.version if self.policy else -1])
         version = int(all_reduce(held, "max", self.world.host_group))
         lacks = torch.tensor([int(self.engine is not None and self.engine.version != version)])
@@ -232,7 +232,7 @@ class Memory:
             give_back(self.world.device, size)
 
     def table(self) -> list[Holding]:
-        """Return this rank's bytes by owner and place. Offloaded models count with their size on the device."""
+        """Return this rank's bytes by owner and location. Offloaded models count with their size on the device."""
         held = dict(self.engine.bytes_by_owner()) if self.engine else {}
         for name, model in self.models.named():
             learns = name == "policy" or name in self.models.trained()
@@ -250,7 +250,7 @@ class Memory:
         return rows
 
     def _sent(self, held: dict[str, int], places: dict[str, Any]) -> None:
-        """Record the places to which bytes were moved. `table` computes how many of them stayed on the device."""
+        """Record where bytes were moved. `table` computes how many of them stayed on the device."""
         for owner, size in held.items():
             if size:
                 self.full[owner], self.sent[owner] = size, places[owner]
@@ -259,10 +259,10 @@ class Memory:
         self.sent = {owner: place for owner, place in self.sent.items() if not _belongs(owner, name)}
 
     def metrics(self) -> dict[str, float]:
-        """Return memory in GiB for the step's log: each owner's maximum over all snapshots, and the measured peak.
+        """Return memory metrics in GiB: each owner's maximum over all snapshots, and the measured peak.
 
-        On a GPU, `memory/unaccounted_gib` is the memory in use that has no owner, such as CUDA's context and graphs and
-        NCCL's buffers. The names are equal on all ranks.
+        On a GPU, `memory/unaccounted_gib` is the memory in use without an owner, such as the CUDA context, CUDA graphs
+        and NCCL buffers. The names are equal on all ranks.
         """
         self._border("logged")
         border, self.peak = self.phases["logged"], 0
@@ -284,10 +284,10 @@ class Memory:
 
     @contextmanager
     def _room(self, phase: Literal["rollout", "training"], what: str, owner: str = "") -> Iterator[None]:
-        """Convert a failed allocation in this context to an error that contains the table and flags that would help.
+        """Convert an out-of-memory error in this context to one that lists memory by owner and flags that would help.
 
-        phase: the current phase. what: the purpose of the memory, for the message. owner: the model, or the row of the
-        table, that is moved onto the device; empty if nothing is moved.
+        phase: the current phase. what: what the memory is needed for, for the message. owner: the model or table row
+        that is being moved to the device; empty if nothing is moved.
         """
         try:
             yield
@@ -320,4 +320,4 @@ def _belongs(owner: str, name: str) -> bool:
 
 
 class NoRoomError(MemoryError):
-    """An allocation failed. The message contains the memory by owner and the flags to change."""
+    """An allocation failed. The message lists memory by owner and the flags to change."""

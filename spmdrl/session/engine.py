@@ -1,4 +1,4 @@
-"""Starts the engine of a job on this rank."""
+"""Starts a job's engine on this rank."""
 
 from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.schema import Config
@@ -11,12 +11,12 @@ from spmdrl.session.session import Session
 
 
 def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) -> Engine:
-    """Start the engine of this rank, and put it to sleep if the rank's models need the memory before the rollout.
+    """Start this rank's engine, and put it to sleep if models need the memory before the rollout.
 
     stop: ids of the tokens that end a response.
     """
     cfg, world = session.cfg, session.world
-    # vLLM runs full garbage collections while it starts. They are fast if earlier objects are excluded from them.
+    # vLLM runs full garbage collections while it starts, which are fast if existing objects are excluded from them.
     keep_what_started(done=False)
     with room_for_engine(models, cfg):
         engine = build_engine(cfg, world, stop)

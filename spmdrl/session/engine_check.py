@@ -1,8 +1,7 @@
-"""Compares log p of the engine with the trainer's before a job's first update, and refuses an engine that differs.
+"""Compares engine and trainer log p before a job's first update, and rejects an engine that differs.
 
-Responses to a few prompts of several lengths are sampled in one batch; some begin later and end earlier than others.
-This reveals states that leak between the rows of a batch, and wrong attention windows. All ranks of an engine sample
-the same tokens.
+Responses to a few prompts of different lengths are sampled in one batch, with staggered starts and ends. This reveals
+state that leaks between rows of a batch, and wrong attention windows. All ranks of an engine sample the same tokens.
 """
 
 import logging
@@ -26,19 +25,18 @@ from spmdrl.spmd.world import World
 log = logging.getLogger("spmdrl")
 
 ROWS = ((5, 8), (9, 4), (9, 7), (14, 8))
-"""(number of prompt tokens, number of response tokens) of each row of the batch."""
+"""(prompt tokens, response tokens) of each row of the batch."""
 BEGUN = 2
-"""Number of rows that the engine begins with; the others join the batch a step later."""
-CHECKED = 0xE6C  # this part of a seed makes the random draws of the check differ from all other draws
+"""Number of rows that the engine starts with; the others join the batch one step later."""
+CHECKED = 0xE6C  # seed constant that keeps the check's random draws distinct from all others
 EXACT = 1e-3
-"""Largest allowed difference in log p of a token in float32 and float64; correct models differ by at most 1e-4."""
+"""Maximum per-token log p difference in float32 and float64; correct models differ by at most 1e-4."""
 ROUNDED = 0.3
-"""Largest allowed mean difference in log p in 16-bit types; correct models show 0.02 to 0.04, and up to 0.6 at a
-single token."""
+"""Maximum mean log p difference in 16-bit dtypes; correct models show 0.02 to 0.04, and up to 0.6 on single tokens."""
 
 
 def _excluded(cfg: Config, world: World) -> str:
-    """Return the setting that switches off the check; empty if the check takes place."""
+    """Return the setting that disables the check; empty if the check is enabled."""
     if not cfg.model.self_check:
         return "--model.no-self-check"
     if world.roles.split:
@@ -47,13 +45,13 @@ def _excluded(cfg: Config, world: World) -> str:
 
 
 def check_frequencies(cfg: Config, hf_config: Any) -> None:
-    """Check that a model's rotary frequencies are the same for all sequence lengths up to the longest of the run.
+    """Check that a model's rotary frequencies are the same for all sequence lengths that can occur in the run.
 
-    Some models use other frequencies in sequences longer than a limit, and a sampler cannot know in advance whether a
-    response will exceed it.
+    Some models switch frequencies in sequences longer than a limit, and a sampler cannot know in advance if a response
+    will exceed it.
 
     Raises:
-        ValueError: sequences may exceed such a limit.
+        ValueError: sequences can exceed such a limit.
     """
     longest, new = longest_sequence(cfg), cfg.rollout.max_new_tokens
     for kind, limit in limits(hf_config).items():
@@ -67,24 +65,25 @@ def check_frequencies(cfg: Config, hf_config: Any) -> None:
 
 
 class EngineCheck:
-    """The check of an engine: it samples in the rollout phase, and the trainer compares log p in the training phase."""
+    """Checks an engine: it samples in the rollout phase, and the trainer compares log p in the training phase."""
 
     def __init__(self, cfg: Config, world: World, policy: Any, engine: Engine | None, experts_width: int):
-        """Create the check. experts_width: number of columns of `token["experts"]` if routing is replayed, else 0."""
+        """Create the check. experts_width: number of columns of `token["experts"]`, or 0 without routing replay."""
         self.cfg, self.world, self.policy, self.engine, self.width = cfg, world, policy, engine, experts_width
         self.due, self.sampled = True, torch.empty(0)
-        """`due` is True until the comparison; `sampled` holds samples of rank 0's engine in the form of `_packed`."""
+        """`due` is True until the comparison is done; `sampled` holds the samples of rank 0's engine, packed by
+        `_packed`."""
         if setting := _excluded(cfg, world):
             self.due = False
             log.info(f"no check of the engine's log p against the trainer's: {setting}")
 
     def sample(self, version: int) -> None:
-        """Sample the responses of `ROWS`. The engine must be idle and have the weights of this version. Collective."""
+        """Sample the responses for `ROWS`. The engine must be idle and hold the weights of `version`. Collective."""
         if len(self.sampled):
             return
         engine, done = self.engine, {}
         assert engine is not None
-        # Engines may draw from the process's random number generators, and a resumed run repeats this check.
+        # Engines may draw from the global random number generators, and a resumed run repeats this check.
         with unchanged_generators(self.world.device):
             requests = [self._request(i, version) for i in range(len(ROWS))]
             for i, request in enumerate(requests):
@@ -94,7 +93,8 @@ class EngineCheck:
             while len(done) < len(requests):
                 tick()
                 done |= {made.key: made for made in engine.poll()}
-            # A resumed run must sample like an uninterrupted one, whose engine has no cached prefixes of these rows.
+            # A resumed run must sample like an uninterrupted one, whose engine has not cached the prefixes of these
+            # rows.
             engine.reset_prefix_cache()
         self.sampled = _packed(requests, [done[request.key] for request in requests])
         if not self.world.is_first:
@@ -102,10 +102,10 @@ class EngineCheck:
         all_reduce(self.sampled, "sum", self.world.host_group)
 
     def compare(self) -> None:
-        """Compare log p of the samples with that of the policy, which still has the same weights. Collective.
+        """Compare the samples' log p with the policy's, which must still have the same weights. Collective.
 
         Raises:
-            ValueError: log p differs by more than rounding explains; raised on every rank.
+            ValueError: log p differs by more than rounding error; raised on every rank.
         """
         if not len(self.sampled):
             return
@@ -113,7 +113,7 @@ class EngineCheck:
         batch, theirs = _unpacked(self.sampled, self.width)
         mine = policy.logprobs(batch, 1.0)[0][batch.token["mask"]].double()
         off = (theirs - mine).abs()
-        # All ranks decide by the numbers of rank 0.
+        # All ranks decide based on rank 0's numbers.
         numbers = torch.stack([off.mean(), off.max()])
         numbers = numbers if self.world.is_first else torch.zeros_like(numbers)
         mean, most = all_reduce(numbers, "sum", self.world.host_group).tolist()
@@ -133,7 +133,7 @@ class EngineCheck:
         log.info(f"check of the engine ({engine}, {family}, {kind}): {result}")
 
     def _request(self, row: int, version: int) -> Request:
-        """Return the request of a row of `ROWS`, shortened if the engine's longest sequence is shorter."""
+        """Return the request for a row of `ROWS`, truncated to the engine's maximum sequence length."""
         length, new = ROWS[row]
         longest = longest_sequence(self.cfg)
         new = max(1, min(new, longest // 3))
@@ -143,7 +143,7 @@ class EngineCheck:
 
 
 def _packed(requests: list[Request], done: list[Completion]) -> torch.Tensor:
-    """Pack samples into float64 [rows, 2 + 2 * longest]: lengths of prompt and response, tokens, log p by token."""
+    """Pack samples into float64 [rows, 2 + 2 * longest]: prompt and response lengths, tokens, per-token log p."""
     size = max(length + new for length, new in ROWS)
     out = torch.zeros(len(requests), 2 + 2 * size, dtype=torch.float64)
     for row, request, made in zip(out, requests, done, strict=True):
@@ -155,7 +155,7 @@ def _packed(requests: list[Request], done: list[Completion]) -> torch.Tensor:
 
 
 def _unpacked(sampled: torch.Tensor, experts_width: int) -> tuple[Batch, torch.Tensor]:
-    """Return the samples as a batch whose mask selects the sampled tokens, and the engine's log p of these tokens."""
+    """Return the samples as a batch whose mask selects the sampled tokens, and the engine's log p for these tokens."""
     size = (sampled.shape[1] - 2) // 2
     place, begins, lengths = torch.arange(size), sampled[:, :1], sampled[:, :2].sum(1, keepdim=True)
     real, mask = place < lengths, (place >= begins) & (place < lengths)

@@ -1,6 +1,6 @@
-"""Sets defaults of the process: environment variables before torch is imported, threads, the allocator.
+"""Sets process defaults: environment variables (before torch is imported), threads and allocator.
 
-Environment variables that the user has set are kept.
+Environment variables set by the user are kept.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    # This is the number of collectives that torch's flight recorder keeps. health/flight_record.py reads them.
+    # Number of collectives that torch's flight recorder keeps, for health/flight_record.py.
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
 
@@ -22,7 +22,7 @@ COLLECTIONS = gc.get_threshold()
 
 
 def prepare() -> None:
-    """Set defaults of libraries. Under torchrun, let the kernel end this process when torchrun's agent has died."""
+    """Set library defaults. Under torchrun, have the kernel terminate this process if torchrun's agent dies."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -38,8 +38,8 @@ def postpone_collections() -> None:
 def keep_what_started(done: bool = True) -> None:
     """Collect garbage once and exclude all current objects from later collections.
 
-    Imports create about a million objects; full collections of them took 3 s of CPU time on each rank. done: True if
-    the start is over, to return to Python's default schedule of full collections.
+    Imports create about a million objects; full collections over them took 3 s of CPU time per rank. done: True once
+    startup is complete, to restore Python's default collection schedule.
     """
     gc.collect()
     gc.freeze()
@@ -48,11 +48,11 @@ def keep_what_started(done: bool = True) -> None:
 
 
 def torchrun_chose_one_thread() -> bool:
-    """Return True if OMP_NUM_THREADS is 1 because torchrun set it, as it does for several ranks, and not the user."""
+    """Return True if OMP_NUM_THREADS=1 was set by torchrun, as it does for several ranks, and not by the user."""
     if os.environ.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:
-        # torchrun is the parent; its environment does not contain the variables that it sets only for its ranks.
+        # torchrun is the parent process; its own environment lacks the variables that it sets for its ranks.
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
         return True
@@ -60,9 +60,9 @@ def torchrun_chose_one_thread() -> bool:
 
 
 def share_cores() -> str:
-    """Give torch this rank's share of the cores if torchrun chose one thread. Return a line about it for the console.
+    """Give torch this rank's share of the cores if torchrun chose one thread. Return a note for the console.
 
-    Only ranks on GPUs call this: the CPUs of their host process billions of numbers in checkpoints, and in AdamW with
+    Only GPU ranks call this: their host CPUs process billions of numbers for checkpoints, and for AdamW with
     `--policy.host-optimizer`. Ranks that train on a CPU keep the number of threads that torchrun or the user chose.
     """
     import torch
@@ -79,9 +79,9 @@ def share_cores() -> str:
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for later allocations instead of returning it to the kernel.
 
-    Every step frees and allocates gigabytes of activations, gathered weights and logits, and the kernel clears each new
-    page: page faults took 40% of the update of SmolLM2-135M on two ranks. `storage.give_back` returns memory to the
-    kernel where that is needed. Without glibc this function does nothing.
+    Every step frees and allocates gigabytes of activations, gathered weights and logits, and the kernel zeroes each new
+    page: page faults took 40% of the update time for SmolLM2-135M on two ranks. `storage.give_back` returns memory to
+    the kernel where needed. This function is a no-op without glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Descriptions of the kinds of jobs. Each entry point has one in a constant `JOB`, by which its jobs are built."""
+"""Describes the kinds of jobs. Each entry point defines a constant `JOB`, from which its jobs are built."""
 
 import os
 import pkgutil
@@ -15,7 +15,7 @@ C = TypeVar("C")
 
 
 def late(name: str) -> Callable[..., Any]:
-    """Return a function that imports `module:function` when it is called, so that checks of settings need no torch."""
+    """Return a function that imports `module:function` when called, so that checking settings does not import torch."""
     module, _, attribute = name.partition(":")
 
     def call(*args: Any) -> Any:
@@ -29,7 +29,7 @@ def late(name: str) -> Callable[..., Any]:
 class Job(Generic[C]):
     """A kind of job: its command, its settings, and functions that build and run it.
 
-    Functions that need torch are wrapped by `late`. `dataclasses.replace` derives a similar kind of job from another.
+    Functions that need torch are wrapped by `late`. Use `dataclasses.replace` to derive a similar kind of job.
     """
 
     module: str
@@ -39,33 +39,33 @@ class Job(Generic[C]):
     settings: type[C]
     check: Callable[..., None]
     """(settings, number of ranks) -> None. Raises ConfigError, which lists every problem. If the job has a `method`,
-    `check` also takes `here`, which is False if the job is only planned on this machine."""
+    `check` also takes `here`, which is False if the job is only being planned on this machine."""
     lines: Callable[[Any, int], list[str]]
-    """(settings, number of ranks) -> lines that show the resulting sizes, such as tokens per rank. They are printed at
-    the start and by `--dry-run`."""
+    """(settings, number of ranks) -> lines that show derived sizes, such as tokens per rank. They are printed at
+    startup and by `--dry-run`."""
     build: Callable[..., Any]
-    """(session) or, if the job has a `method`, (session, method) -> the job's `JobRun`. It is called after the ranks
-    have connected and the run folder is locked. Collective."""
+    """(session) or, if the job has a `method`, (session, method) -> the job's `JobRun`. Called once the ranks are
+    connected and the run folder is locked. Collective."""
     train: Callable[[Any], None]
     """(JobRun) -> None. Runs all steps of the job."""
     dry: Callable[["Job[C]", Loaded[C]], None]
     """(job, loaded settings) -> None. Prints the output of `--dry-run`; raises ValueError if the job cannot start."""
     columns: Sequence[str]
-    """Metrics that the console shows, in this order. Metrics of an evaluation are left out until there is one."""
+    """Metrics shown on the console, in this order. Evaluation metrics are omitted until the first evaluation."""
     phases: Sequence[str]
-    """Phases of a step whose seconds the console shows, in this order."""
+    """Step phases whose seconds are shown on the console, in this order."""
     reads: Callable[[], tuple[type, ...]] = tuple
-    """() -> classes of settings of other kinds of jobs, whose config files this kind can read."""
+    """() -> settings classes of other kinds of jobs whose config files this kind can read."""
     method: Callable[[Any], Any] | None = None
-    """(run) -> the learning method of a job that samples (`rl/run.py`). Memory planning (`plan/`) uses it, too."""
+    """(run) -> the learning method, for jobs that sample (`rl/run.py`). Memory planning (`plan/`) uses it, too."""
     begin: Callable[[C], Any] | None = None
-    """For jobs that train on given rows: (settings) -> the tokenizer and the encoder of the rows."""
+    """For jobs that train on given rows: (settings) -> the tokenizer and the row encoder."""
     settle: Callable[["Job[C]", Loaded[C]], Loaded[Any]] = lambda job, loaded: loaded
-    """(job, loaded settings) -> the settings completed from the data, before the ranks connect. Raises ValueError for a
-    user's mistake."""
+    """(job, loaded settings) -> the settings completed from the data, before the ranks connect. Raises ValueError for
+    user errors."""
     keeps: Callable[[Any], bool] = lambda cfg: True
-    """(settings) -> True if the job has a run folder of its own, in which it records its settings; False if it only
-    writes a log into the folder of another job."""
+    """(settings) -> True if the job has its own run folder, in which it records its settings; False if it only writes a
+    log to another job's folder."""
 
     @property
     def prog(self) -> str:
@@ -85,12 +85,12 @@ def ranks_of_job() -> int:
 
 
 def job_of(cfg: Any) -> Job[Any]:
-    """Return the kind of job to which these settings belong."""
+    """Return the kind of job that these settings belong to."""
     return next(job for job in jobs().values() if job.settings is type(cfg))
 
 
 def jobs() -> dict[str, Job[Any]]:
-    """Return all kinds of jobs by module, from the modules in the folder of `train.py` that define `JOB`."""
+    """Return all kinds of jobs by module name. They come from the modules next to `train.py` that define `JOB`."""
     names = [f"spmdrl.{each.name}" for each in pkgutil.iter_modules(spmdrl.__path__) if not each.ispkg]
     found = {name: getattr(import_module(name), "JOB", None) for name in names}
     return {name: job for name, job in found.items() if job is not None}

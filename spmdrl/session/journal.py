@@ -1,4 +1,4 @@
-"""Writes the metrics, the samples and the console output of a run on rank 0."""
+"""Writes a run's metrics, samples and console output on rank 0."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger("spmdrl")
 
 
 class Journal:
-    """Writes a run's metrics and samples. Ranks other than 0 only write a line per step to their log file."""
+    """Writes a run's metrics and samples. Ranks other than 0 only write one line per step to their log file."""
 
     def __init__(self, session: Session, start_step: int):
         self.console, self.trackers, self.samples = session.console, [], None
@@ -31,7 +31,7 @@ class Journal:
             self.samples = open(samples, "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
 
     def step(self, step: int, values: dict[str, float], rows: list[dict]) -> None:
-        """Write a finished step, counted from 1. values: metrics, equal on all ranks. rows: samples of the step."""
+        """Log a completed step (1-based). values: metrics, equal on all ranks. rows: samples of the step."""
         self.rows(rows)
         if self.console:
             self.console.step(step, values, rows)
@@ -47,12 +47,12 @@ class Journal:
             self.samples.flush()
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
-        """Write metrics of a step to all trackers, which merge consecutive calls for the same step."""
+        """Log metrics of a step to all trackers, which merge consecutive calls for the same step."""
         for tracker in self.trackers:
             tracker.log(step, values)
 
     def close(self) -> None:
-        """Close the trackers and the file of samples."""
+        """Close the trackers and the samples file."""
         for tracker in self.trackers:
             tracker.close()
         if self.samples:
@@ -60,7 +60,7 @@ class Journal:
 
 
 def _begin_anew(session: Session, files: list[Path]) -> None:
-    """Rename files that an earlier run without a checkpoint wrote into this folder, and print a note, on rank 0."""
+    """On rank 0, rename files left in this folder by an earlier run without a checkpoint, and print a note."""
     steps = f"{session.folder} contains metrics of an earlier run without a checkpoint to continue from"
     metrics = files[0].exists() and files[0].stat().st_size
     held = [path for path in files if metrics and path.exists() and path.stat().st_size]
@@ -69,10 +69,10 @@ def _begin_anew(session: Session, files: list[Path]) -> None:
 
 
 def merge_roles(values: dict[str, float], world: World) -> dict[str, float]:
-    """Merge the metrics of the ranks that train, score and sample into one dict. Collective under split placement.
+    """Merge the metrics of training, scoring and sampling ranks into one dict. Collective under split placement.
 
-    values: this rank's metrics, equal on all ranks of a role. If several roles have a metric of the same name, that of
-    the training ranks is used, or else that of the sampling ranks. For metrics of memory, the largest value is used.
+    values: this rank's metrics, equal on all ranks of a role. If several roles have a metric of the same name, the
+    training ranks take precedence, then the sampling ranks. Memory metrics use the maximum instead.
     """
     if not world.roles.split:
         return values

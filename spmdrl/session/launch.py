@@ -9,9 +9,9 @@ from spmdrl.session.job import Job
 
 
 def launch(job: Job[Any], argv: Sequence[str] | None = None) -> None:
-    """Read and check the settings, then build and run the job, or with `--dry-run` print its plan.
+    """Load and check the settings, then build and run the job or, with `--dry-run`, print its plan.
 
-    A failure on one rank ends the job on all ranks, with a message that names the rank.
+    A failure on one rank stops the job on all ranks, with a message that names the failed rank.
     """
     loaded = load_or_exit(argv, job.prog, job.settings, job.check, job.reads())
     prepare()

@@ -1,4 +1,4 @@
-"""Suggests flags that would free memory after an allocation on the device failed."""
+"""Suggests flags that would free memory after a device allocation failed."""
 
 from spmdrl.config.backends import way_to_gather
 from spmdrl.config.engines import sleep_level
@@ -21,7 +21,7 @@ def three_flags(
     training: int,
     shared: bool,
 ) -> list[str]:
-    """Return the three flags that would free the most memory, the best one first.
+    """Return the three flags that would free the most memory, best first.
 
     Args:
         cfg: the run's settings.
@@ -38,7 +38,7 @@ def three_flags(
     awake = sum(held.get(owner, 0) for owner in ("KV cache", "engine weights"))
     frozen = sum(held.values()) - learns - awake
     options: list[tuple[float, str]] = []
-    """Pairs of the bytes that a flag would free, and the flag."""
+    """Pairs of (bytes freed, flag)."""
     if phase == "rollout":
         away, cache = "disk" if on_cpu else "host", engine.get("KV cache", 0)
         if shared and not moves(cfg.policy.offload, world.device):
@@ -64,7 +64,7 @@ def three_flags(
         whole = _forward_bytes(cfg, world, held.get("policy parameters", 0))
         if cfg.policy.backend == "fsdp" and way_to_gather(cfg.policy.gather, whole) != "layers":
             options.append((whole, "--policy.gather layers"))
-    # Flags whose gain cannot be computed from the table come last, in this order.
+    # Flags whose savings cannot be computed from the table come last, in this order.
     options.append((0, f"more ranks for --parallel.dp-shard than {len(world.roles.trainers)}"))
     options.append((0, f"--rollout.push-bucket-mib below {cfg.rollout.push_bucket_mib}"))
     if cfg.model.dtype != "bfloat16":

@@ -1,4 +1,4 @@
-"""Measures memory as the operating system or CUDA counts it, for comparison with the table of owners."""
+"""Measures memory as reported by the operating system or CUDA, for comparison with the table of owners."""
 
 from contextlib import suppress
 
@@ -7,7 +7,7 @@ import torch
 
 
 class Meter:
-    """Measures the memory that this rank uses, and its peak between two calls of `lap`."""
+    """Measures this rank's memory usage, and its peak between two calls of `lap`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -15,11 +15,11 @@ class Meter:
         self.lap()
 
     def lap(self) -> tuple[int, int]:
-        """Return the bytes in use now, and the peak of the bytes in use since the last call.
+        """Return the bytes in use now, and the peak since the last call.
 
-        On a CPU this is the resident memory of the process, including Python and its libraries. On a GPU it is the used
-        memory of the device without torch's unused cache, but including CUDA's context and graphs, NCCL's buffers and
-        other processes.
+        On a CPU, this is the resident memory of the process, including Python and its libraries. On a GPU, it is the
+        device's used memory, which excludes torch's unused cache and includes the CUDA context, CUDA graphs, NCCL
+        buffers and other processes.
         """
         if self.device.type == "cuda":
             return self._cuda()
@@ -30,16 +30,16 @@ class Meter:
             now = psutil.Process().memory_info().rss
             return now, now
         now, peak = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
-        # Writing 5 resets the peak (VmHWM). If that is forbidden, the peak since the process started is returned.
+        # Writing 5 resets the peak (VmHWM). If that is not permitted, the peak since process start is returned.
         with suppress(OSError), open("/proc/self/clear_refs", "w") as f:
             f.write("5")
         return now, max(now, peak)
 
     def _cuda(self) -> tuple[int, int]:
-        """Measure a GPU: the peak is the device's used memory at the last call plus the growth of torch's peak since.
+        """Measure a GPU. The peak is the device's memory in use at the last call plus the growth of torch's peak.
 
-        vLLM's sleep unmaps memory that torch still counts as allocated, so torch's total is too large. The growth of
-        that total since the last call is right, because sleep and wake do not change it.
+        vLLM's sleep mode unmaps memory that torch still counts as allocated, so torch's absolute numbers are too large.
+        Their growth since the last call is correct, because sleeping and waking do not change them.
         """
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)

@@ -43,9 +43,9 @@ from spmdrl.tracking.metrics import Timer
 
 @contextmanager
 def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
-    """Open the job on this rank, yield it, and close it. Collective.
+    """Open a job on this rank, yield it, and close it. Collective.
 
-    A failure inside ends the job on all ranks, with a message that names the rank and the cause.
+    A failure inside the context stops the job on all ranks, with a message that names the failed rank and the cause.
     """
     cfg, keeps = loaded.config, job.keeps(loaded.config)
     timer, console = Timer(), None
@@ -59,9 +59,9 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         folder = run_folder(cfg)
         newest = lambda: next(iter(steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
-            # With this, the message of a failure before the call of `watch` also names the last saved step.
+            # This way, the message for a failure before the call of `watch` also names the last saved step.
             rank_status.saved = newest
-        # The process group comes first. Without it, every rank would report a failure that all ranks have in common.
+        # Set up the process group first. Otherwise, every rank would report a failure that all of them share.
         world, notes = _connect(cfg)
         check_run_folder(folder)
         if keeps:
@@ -87,7 +87,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
             session = Session(cfg, world, timer, console)
             run = job.build(session, job.method) if job.method else job.build(session)
             if keeps and world.is_first:
-                # Files are written after the build, so that a failed start does not change an existing run folder.
+                # Write files after the build, so that a failed start leaves an existing run folder unchanged.
                 write_config(folder, cfg)
                 write_first_day(folder, today)
                 (folder / "PREEMPTED").unlink(missing_ok=True)
@@ -101,18 +101,18 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
 
 
 def _connect(cfg: TrainingConfig) -> tuple[World, list[str]]:
-    """Connect to the other ranks of the job. Return the ranks (`World`) and lines for the console. Collective."""
+    """Connect to the job's other ranks. Return the `World` and notes for the console. Collective."""
     notes = [choose_interface()]
     world = start(cfg.parallel, cfg.engine_ranks, cfg.run.device, cfg.run.timeout)
     if world.device.type == "cuda":
         notes.append(share_cores())
-    # Without a handler, Python would print log records to stderr until the log file is opened, tracebacks included.
+    # Without a handler, Python would print log records, including tracebacks, to stderr until the log file is opened.
     logging.getLogger("spmdrl").addHandler(logging.NullHandler())
     return world, notes
 
 
 def _prepare_for(device: str, cfg: TrainingConfig) -> str:
-    """Prepare the process for the type of its device; return a warning or an empty text."""
+    """Prepare the process for its device type; return a warning or an empty string."""
     if device == "cpu":
         keep_freed_memory()
         if cfg.run.device == "auto" and (why := without_gpu()):
@@ -121,10 +121,10 @@ def _prepare_for(device: str, cfg: TrainingConfig) -> str:
 
 
 def _leave(world: World, give_terminal_back: Callable[[], None]) -> None:
-    """End the process when all ranks have reached this point."""
+    """Exit the process once all ranks have reached this point."""
     give_terminal_back()
     with suppress(Exception):
         dist.barrier(group=world.host_group)
-    # A normal exit would tear down the process group, and engines print errors while that happens.
+    # A normal exit would tear down the process group, which makes engines print errors.
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""A job on one rank: the work of every kind of job between two steps and at the end."""
+"""A job on one rank: the work that all kinds of jobs do between steps and at the end."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ C = TypeVar("C", bound=TrainingConfig)
 
 @dataclass(kw_only=True)
 class JobRun(Generic[C]):
-    """A job on one rank, with the parts that every kind of job has. Subclasses add sampling, evaluation and logging."""
+    """The parts of a job that all kinds of jobs share. Subclasses add sampling, evaluation and logging."""
 
     session: Session[C]
     models: Models
@@ -34,7 +34,7 @@ class JobRun(Generic[C]):
     journal: Journal
     step_began: float = 0.0
     digits: ClassVar[int] = 4
-    """Number of decimals with which the closing lines on the console show numbers."""
+    """Number of decimals for numbers in the final console lines."""
 
     @property
     def cfg(self) -> C:
@@ -48,12 +48,12 @@ class JobRun(Generic[C]):
 
     @property
     def timer(self) -> Timer:
-        """The timer, which measures the seconds of a step by phase."""
+        """The timer, which records the seconds spent in each phase of a step."""
         return self.session.timer
 
     @property
     def policy(self) -> Any:
-        """The policy; None on a rank that does not train."""
+        """The policy, or None on ranks that do not train."""
         return self.models.policy
 
     def steps(self) -> Iterator[int]:
@@ -63,33 +63,33 @@ class JobRun(Generic[C]):
             yield step
 
     def balance(self, batch: Batch) -> Batch:
-        """Divide the sequences of all ranks evenly among those that train. Collective."""
+        """Distribute the sequences of all ranks evenly over the ranks that train. Collective."""
         with self.timer("exchange"):
             return balance(batch, self.world)
 
     def reduced(
         self, stats: Metrics, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> dict[str, float]:
-        """Return a step's metrics and times, reduced over the ranks of a group. Collective over the group."""
+        """Return a step's metrics and times, reduced over a process group. Collective over the group."""
         for name, seconds in self.timer.flush().items():
             stats.add(name, seconds)
         stats.add_max("time/step", time.perf_counter() - self.step_began)
         return stats.reduce(lambda x, op: all_reduce(x, op, group), device)
 
     def checkpoint(self, step: int) -> None:
-        """Check that all ranks agree after a step, save if that is due, and stop at a preemption. Collective."""
+        """Check that all ranks agree after a step, save if a checkpoint is due, and stop on preemption. Collective."""
         self.checkpoints.step_done(step, self.held())
 
     def held(self) -> dict[str, int]:
-        """Return numbers that must be equal on all ranks after a step, which `checkpoint` checks."""
+        """Return numbers that `checkpoint` checks to be equal on all ranks after a step."""
         return {"version": self.policy.version}
 
     def leave(self, left: PreemptedError) -> None:
-        """Save a checkpoint of the last step before the job ends at a preemption, unless one is saved. Collective."""
+        """Save a checkpoint of the last step before a preempted job exits, unless it is already saved. Collective."""
         self.checkpoints.leave(left)
 
     def finish(self) -> None:
-        """Evaluate the models at the end of the job, and print the metrics and the paths of the results. Collective."""
+        """Evaluate the models at the end of the job, and print the metrics and result paths. Collective."""
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
         rank_status.step = rank_status.done = done
         numbers, saver = self.measure_last(done), self.checkpoints.saver
@@ -100,7 +100,7 @@ class JobRun(Generic[C]):
         self.session.finish([shown] if numbers else [])
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate the models after `done` steps, log and return the metrics for the closing lines. Collective."""
+        """Evaluate the models after `done` steps, log the metrics, and return those for the final lines. Collective."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The session of a job on a rank: settings, ranks, timer, console and folder."""
+"""Session of a job on one rank: settings, ranks, timer, console and run folder."""
 
 import logging
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ C = TypeVar("C", bound=TrainingConfig, covariant=True)
 
 @dataclass
 class Session(Generic[C]):
-    """The settings, ranks, timer and console of a job on one rank. `open_run` creates it for every kind of job."""
+    """Settings, ranks, timer and console of a job on one rank. `open_run` creates it for all kinds of jobs."""
 
     cfg: C
     world: World
     timer: Timer
     console: Console | None = None
-    """Console of rank 0; None on other ranks."""
+    """The console on rank 0; None on other ranks."""
 
     @property
     def folder(self) -> Path:
@@ -47,14 +47,14 @@ class Session(Generic[C]):
             self.console.note(f"warning: {text}")
 
     def steps(self, first: int) -> Iterator[int]:
-        """Yield the steps from `first` on, counted from 0, and record the current step in the rank's status."""
+        """Yield the steps (0-based) starting at `first`, and record the current step in the rank's status."""
         for step in range(first, self.cfg.run.steps):
             rank_status.step = step + 1
             yield step
             rank_status.done = step + 1
 
     def finish(self, lines: list[str]) -> None:
-        """Write closing lines to the console, and the paths of the results."""
+        """Print final lines and the result paths to the console."""
         latest = self.folder / "checkpoints" / "latest"
         saved = latest if latest.exists() else "none"
         if self.console:

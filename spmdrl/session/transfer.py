@@ -1,7 +1,7 @@
-"""Sends weights to engines ("push"): each rank gets the weights that its engine reads, and checksums are compared.
+"""Sends weights to engines ("push"): each rank receives the weights that its engine needs, verified by checksums.
 
 Trainer and engine may use different layouts ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy lists the
-pieces of tensors that a rank has, the engine lists the pieces that it reads, and `weights/reshard.py` sends the missing
+tensor shards that a rank holds, the engine lists the shards that it needs, and `weights/reshard.py` sends the missing
 ones.
 """
 
@@ -34,44 +34,44 @@ from spmdrl.weights.reshard import (
 
 @dataclass
 class PushReport:
-    """The result of sending weights to the engines, on this rank."""
+    """Statistics of a weight push on this rank."""
 
     version: int
     bytes: int
-    """Bytes of the weights that the engine reads on this rank."""
+    """Bytes of weights that the engine needs on this rank."""
     received: int
-    """Bytes that came from other ranks, checksums included."""
+    """Bytes received from other ranks, including checksums."""
     deep: bool
     """True if the engine's memory was compared with the checksums after loading."""
 
 
 @dataclass
 class Route:
-    """The planned messages of one part of a policy (`Part`), such as the base model or the adapter."""
+    """Communication plan for one part of a policy (`Part`), such as the base model or the adapter."""
 
     plan: Reshard
     entries: list[Entry]
     needs: Needs
-    """The boxes (index ranges of tensors) that this rank's engine reads."""
+    """The boxes (rectangular tensor slices) that this rank's engine needs."""
     sums: list[torch.Tensor] = field(default_factory=list)
-    """Checksums of the last push, one for each box in `counted`."""
+    """Checksums of the last push, one per box in `counted`."""
 
     def __post_init__(self):
         self.counted: dict[str, list[tuple[Box, Box]]] = {}
-        """Name of a tensor -> list of (box whose checksum is compared, box of the complete tensor)."""
+        """Maps a tensor name to a list of (box whose checksum is compared, box of the complete tensor)."""
         for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
             if counted:
                 self.counted.setdefault(self.entries[i].name, []).append((box, self.entries[i].box))
 
     def count(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Append the checksums of a bucket of tensors."""
+        """Append the checksums for a bucket of tensors."""
         self.sums += word_sums(
             inside(x, box, origin) for name, x in tensors.items() for box, origin in self.counted.get(name, ())
         )
 
 
 class Transfer:
-    """The transfer of weights from a policy to its engines. The messages are planned at the first push."""
+    """Transfers weights from a policy to its engines. The communication is planned at the first push."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Transfer:
     ):
         """Create the transfer. policy: None on ranks that do not train. engine: None on ranks that do not sample.
 
-        dtype: type of the engine's weights. bucket_bytes: maximum number of bytes that are sent together. parts: the
-        parts of a policy that the engine needs. All parts but the last are sent only if an engine has no weights.
+        dtype: dtype of the engine's weights. bucket_bytes: maximum bucket size in bytes. parts: the parts of a policy
+        that the engine needs. All but the last are sent only if an engine has no weights yet.
         """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
         self.bucket_bytes, self.parts = bucket_bytes, parts
@@ -95,7 +95,7 @@ class Transfer:
         return self.policy.pieces(part) if self.policy else []
 
     def _route(self, part: Part) -> Route:
-        """Plan the messages between the ranks that have a part and the ranks that read it. Collective."""
+        """Plan the communication between the ranks that hold a part and the ranks that need it. Collective."""
         pieces, world = self._pieces(part), self.world
         entries = catalogue(pieces, world.host_group)
         needs = self.engine.needs(entries) if self.engine else Needs()
@@ -103,17 +103,17 @@ class Transfer:
         return Route(plan, entries, needs)
 
     def _due(self) -> tuple[Part, ...]:
-        """Return the parts of the policy that the next push must send. Collective."""
+        """Return the policy parts that the next push must send. Collective."""
         if len(self.routes) < len(self.parts) or len(self.parts) == 1:
             return self.parts
         empty = torch.tensor([int(self.engine is not None and self.engine.version is None)])
         return self.parts if int(all_reduce(empty, "max", self.world.host_group)) else self.parts[-1:]
 
     def push(self, version: int) -> PushReport:
-        """Send the policy's weights of this version to every engine. Collective over all ranks.
+        """Send the policy's weights, labelled `version`, to all engines. Collective over all ranks.
 
         Raises:
-            CorruptWeightsError: checksums differ, or the engine's memory differs from the weights that were sent.
+            CorruptWeightsError: checksums differ, or the engine's memory does not match the weights that were sent.
         """
         due = self._due()
         for part in due:
@@ -137,16 +137,16 @@ class Transfer:
                 pass
         else:
             self.engine.load(travel(), version)
-            # The comparison covers all weights of the engine, so parts that were not pushed this time are included.
+            # The comparison covers all engine weights, including parts that were not pushed this time.
             compared = deep and self._compare(routes, f"version {version} after the push")
         plans = [self.routes[part].plan for part in due]
         needed = sum(p.needed_bytes for p in plans) if self.engine else 0
         return PushReport(version, needed, sum(p.received_bytes for p in plans), compared)
 
     def _compare(self, routes: list[Route], content: str) -> bool:
-        """Compare the engine's memory with the checksums of the routes; return False if the engine computes none.
+        """Compare the engine's memory with the routes' checksums; return False if the engine cannot compute them.
 
-        content: describes the weights in the message.
+        content: description of the weights, for the message.
 
         Raises:
             CorruptWeightsError: the checksums differ.
@@ -159,12 +159,12 @@ class Transfer:
         return held is not None
 
     def load(self, folder: Tensors, version: int) -> int:
-        """Load the weights of a folder into this rank's engine in place of the policy's; return the bytes read.
+        """Load weights from a folder into this rank's engine, replacing the policy's; return the bytes read.
 
-        Each rank reads from disk the boxes that its engine needs. Collective over the ranks of the engine.
+        Each rank only reads the boxes that its engine needs. Collective over the ranks of the engine.
 
         Raises:
-            CorruptWeightsError: the engine's memory differs from the folder.
+            CorruptWeightsError: the engine's memory does not match the folder.
         """
         assert self.engine and list(self.routes) == ["model"], "load needs an engine without adapters, after a push"
         route, device = self.routes["model"], self.world.device
@@ -190,7 +190,7 @@ class Transfer:
                 route.count(found)
             return found
 
-        # All ranks of the engine must load the same number of buckets, some of which may be empty on a rank.
+        # All ranks of the engine must load the same number of buckets, some of which may be empty on some ranks.
         self.engine.load((bucket(number) for number in range(1 + max(places, default=-1))), version)
         if deep:
             self._compare([route], f"the weights of {folder.folder} after loading")
