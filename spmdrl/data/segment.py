@@ -1,15 +1,15 @@
-"""Segments, the pieces of an episode: tokens that were sampled or observed together, and the segment they follow."""
+"""Segments of an episode: tokens that were sampled or observed together, and the segment that they follow."""
 
 from dataclasses import dataclass
 
 import torch
 
 STATES = 2**52
-"""Numbers of states lie below this bound, so that float64 holds them exactly."""
+"""Exclusive upper bound of state ids, so that float64 represents them exactly."""
 PREVIOUS, NONE = -1, -2
-"""Values of `Segment.after`: PREVIOUS means the previous segment in the list, NONE means no segment."""
+"""Special values of `Segment.after`: PREVIOUS is the previous segment in the list, NONE is no segment."""
 BY_PATH = -2
-"""Value of `Segment.parent` that means the last sampled turn before the segment on its path."""
+"""Special value of `Segment.parent`: the last sampled turn before the segment on its path."""
 
 
 @dataclass
@@ -19,21 +19,21 @@ class Segment:
     tokens: torch.Tensor
     """int64 [n]: the token ids."""
     logp: torch.Tensor | None = None
-    """float32 [n], log p of each token as the engine reported it at the sampling temperature. None: the policy observed
-    these tokens and did not sample them."""
+    """float32 [n]: each token's log p as reported by the engine at the sampling temperature, or None if the policy
+    observed the tokens rather than sampled them."""
     version: int = 0
-    """Weight version that sampled the segment; 0 if it was observed."""
+    """Weight version that sampled the segment, or 0 if it was observed."""
     turn: int = 0
-    """Number of the turn. Prompt and first response are turn 0; each answer of the environment begins a turn."""
+    """Index of the turn. Prompt and first response are turn 0; each environment response starts a new turn."""
     state: int = 0
-    """Number of the state that the turn responds to; equal numbers mean equal states of one prompt. 0: the prompt."""
+    """Id of the state that the turn responds to; within a prompt, equal ids mean equal states. 0 is the prompt."""
     after: int = PREVIOUS
-    """Index of the segment that this one follows. PREVIOUS: the one before it in the list; NONE: it begins a tree."""
+    """Index of the segment that this one follows. PREVIOUS is the one before it in the list; NONE makes it a root."""
     parent: int = BY_PATH
-    """Number of the turn that the segment's turn follows in time, -1 for none. BY_PATH: the last sampled turn before it
-    on its path."""
+    """Index of the turn that the segment's turn follows in time, or -1 if there is none. BY_PATH is the last sampled
+    turn before it on its path."""
     reward: float = 0.0
-    """Reward for the response that this sampled segment ends, given when the environment answered it."""
+    """Reward for the response that ends with this sampled segment, given when the environment answered."""
 
     @property
     def sampled(self) -> bool:
@@ -64,14 +64,14 @@ class Segment:
 
 
 def prompt_segment(tokens: list[int]) -> Segment:
-    """Return the segment with which an episode begins."""
+    """Return the segment that starts an episode."""
     return Segment(torch.tensor(tokens, dtype=torch.int64))
 
 
 def segments_of(
     tokens_L: torch.Tensor, mask_L: torch.Tensor, logp_L: torch.Tensor, version_L: torch.Tensor | int = 0
 ) -> list[Segment]:
-    """Cut columns into segments where the mask or version changes; tokens observed after a response begin a turn."""
+    """Split columns into segments where the mask or version changes; tokens observed after a response start a turn."""
     versions = torch.as_tensor(version_L).expand(len(tokens_L))
     changes = (mask_L[1:] != mask_L[:-1]) | (mask_L[1:] & (versions[1:] != versions[:-1]))
     sizes = torch.cat([changes.nonzero().flatten() + 1, torch.tensor([len(tokens_L)])]).diff(prepend=torch.tensor([0]))
@@ -87,7 +87,7 @@ def segments_of(
 
 
 def shared_length(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return the number of rows at the beginning that two tensors have in common."""
+    """Return the length of the common prefix (in rows) of two tensors."""
     n = min(len(a), len(b))
     different = (a[:n] != b[:n]).flatten(1).any(1).nonzero() if a.dim() > 1 else (a[:n] != b[:n]).nonzero()
     return int(different[0]) if len(different) else n

@@ -1,6 +1,6 @@
-"""Checks that a chat template shows the content of a dialogue: all parts of a turn, tools, and variables.
+"""Checks that a chat template shows all parts of a dialogue's turns, its tools and its variables.
 
-A variable counts as read if another value of it changes the rendering, so a row may also set it to its default value.
+A variable counts as read if changing its value changes the rendering, so a row may also set it to its default value.
 """
 
 import json
@@ -14,20 +14,20 @@ from spmdrl.data.row_columns import TOOLS
 
 END_OF_THOUGHT = "</think>"
 LOOKED = 20
-"""Maximum number of rows of a source whose tools and variables are checked against the template."""
+"""Maximum number of rows per source whose tools and variables are checked against the template."""
 UNSHOWN = "not shown by the chat template"
-"""Suffix of the name of a tool or variable, for the count of rows in which the template does not show it."""
+"""Suffix for names of tools and variables, which marks counts of rows where the template does not show them."""
 
 
 def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "", last: bool = True) -> None:
-    """Raise TemplateError if the text of a turn leaves out a part of its message.
+    """Raise TemplateError if a turn's text omits a part of its message.
 
-    controls: matches control tokens. turn: the rendered text that is trained on. before: the text in front of the
-    turn, which may contain the tag `</think>`. last: True for the last turn of a dialogue; the error's advice depends
-    on it.
+    controls: pattern that matches control tokens. turn: the rendered text to train on. before: the text before the
+    turn, which may contain the tag `</think>`. last: True for the last turn of a dialogue, which changes the advice in
+    the error.
 
-    White space at the ends of a part may be missing, because templates strip it. Each piece of the turn's text counts
-    for one part only, so a thought does not count as shown if only the answer repeats it.
+    Surrounding whitespace of a part may be missing, because templates strip it. Each piece of the turn's text counts
+    for only one part, so a thought does not count as shown if only the answer repeats it.
     """
     marks = re.compile(f"{controls.pattern}|</?think>")
     rest = marks.sub("\0", turn)
@@ -43,7 +43,7 @@ def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before
 
 
 def without_thought(message: dict) -> dict | None:
-    """Return a message without its thought; None if it has no thought."""
+    """Return a message without its thought, or None if it has no thought."""
     content = message.get("content")
     inline = isinstance(content, str) and END_OF_THOUGHT in content
     if not inline and not any(message.get(key) for key in THOUGHT_KEYS):
@@ -72,7 +72,7 @@ def _refusal(what: str, last: bool) -> str:
 
 
 def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[str]]]:
-    """Yield each part of a message that must be shown: its name, and the forms of text that count as showing it."""
+    """Yield each message part that must be shown: its name, and the texts that count as showing it."""
     content = message.get("content")
     for text in _content_texts(content):
         thought, mark, answer = text.rpartition(END_OF_THOUGHT)
@@ -90,7 +90,7 @@ def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[st
             except ValueError:
                 arguments = {}
         for value in (str(function.get("name")), *_leaves(arguments)):
-            # Control tokens were replaced in the turn's text, so those in names and arguments are replaced as well.
+            # Control tokens in the turn's text were replaced, so replace those in names and arguments as well.
             forms = [marks.sub("\0", form) for form in _forms(value)]
             if all(form.strip("\0") for form in forms) and forms:
                 yield "tool calls", forms
@@ -107,7 +107,7 @@ def _pieces(marks: re.Pattern[str], text: str) -> list[str]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield all keys and values of a call's arguments, without keys whose value is None: templates may omit these."""
+    """Yield all keys and values of a call's arguments, except keys whose value is None, which templates may omit."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if inner is not None:
@@ -121,11 +121,11 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _forms(value: Any) -> list[str]:
-    """Return the forms in which templates write a key or value of a call: plain, as JSON, or as a Python literal."""
+    """Return the formats in which templates write a call's keys and values: plain, JSON and Python literals."""
     plain = str(value).strip()
     written = [json.dumps(value, ensure_ascii=ascii) for ascii in (False, True)]
     quoted = [text.strip('"').strip() if isinstance(value, str) else text for text in written]
-    # Unlike repr, templates that write calls as Python (LFM2) put every text between single quotes.
+    # Unlike repr, templates that write calls as Python (LFM2) put every string in single quotes.
     apart = [text.replace("'", "\\'") for text in (plain, plain.replace("\\", "\\\\"))]
     apart.append(apart[-1].replace("\n", "\\n").replace("\r", "\\r"))
     forms = dict.fromkeys([plain, *quoted, repr(value).strip("'\"").strip(), *apart])
@@ -139,13 +139,13 @@ def unshown(render: Renderer, dialogue: Dialogue) -> list[str]:
 
 
 def unshown_line(names: Iterable[str]) -> str:
-    """Return a sentence about the tools and variables that the template does not show; empty if it shows all."""
+    """Return a sentence about tools and variables that the template does not show, if any."""
     names = list(dict.fromkeys(names))
     return f"the chat template does not show {', '.join(names)}, which rows give" if names else ""
 
 
 def check_read(render: Renderer, more: dict[str, Any]) -> None:
-    """Raise ValueError if a variable of `--data.template-kwargs` does not change the rendering of any test dialogue."""
+    """Raise ValueError if a variable in `--data.template-kwargs` does not affect the rendering of any test dialogue."""
     probes = [replace(each, more=more) for each in _probes()]
     for name in more:
         if all(_unread(render, each, name) for each in probes):
@@ -169,7 +169,7 @@ def _alike(render: Renderer, dialogue: Dialogue, others: list[Dialogue]) -> bool
 
 
 def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
-    """Return the renderings of a dialogue and of the part before its last turn, with and without generation prompt."""
+    """Render a dialogue, and the part before its last turn, each with and without a generation prompt."""
     count = len(dialogue.messages)
     last = next((i for i in range(count - 1, 0, -1) if dialogue.messages[i]["role"] == "assistant"), count)
     out = []
@@ -183,7 +183,7 @@ def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
 
 
 def _probes() -> list[Dialogue]:
-    """Return test dialogues with tools, calls, thoughts and a system message, because variables may depend on them."""
+    """Return test dialogues with tools, calls, thoughts and a system message: variables might affect only these."""
     user, system = {"role": "user", "content": PROBE}, {"role": "system", "content": PROBE}
     assistant = {"role": "assistant", "content": PROBE} | dict.fromkeys(THOUGHT_KEYS, PROBE)
     function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}

@@ -1,4 +1,4 @@
-"""Reads rows from built-in tasks, files, data sets of two hubs and reasoning-gym. A row is a dict of columns."""
+"""Reads rows from built-in tasks, files, two data set hubs and reasoning-gym. A row is a dict of columns."""
 
 import gzip
 import itertools
@@ -14,9 +14,9 @@ from urllib.parse import parse_qsl
 from spmdrl.data.builtin import RAW, builtin_rows, nearest
 
 REASONING_SIZE = {False: 1000, True: 200}
-"""Number of rows of a reasoning-gym task without `size`, for training (False) and for evaluation (True)."""
+"""Default `size` of a reasoning-gym task in rows, for training (False) and for evaluation (True)."""
 REASONING_EVAL_SEED = 1 << 30
-"""reasoning-gym draws row i from seed + i, so seeds for evaluation start beyond any training set."""
+"""reasoning-gym draws row i from seed + i, so evaluation seeds start beyond any training set."""
 HASH_ORDER_TASKS = (
     "isomorphic_strings",
     "knight_swap",
@@ -25,7 +25,7 @@ HASH_ORDER_TASKS = (
     "ransom_note",
     "word_ladder",
 )
-"""Tasks that reasoning-gym 0.1.25 draws in the order of Python sets, which differs between processes."""
+"""Tasks that reasoning-gym 0.1.25 draws in Python set order, which differs between processes."""
 FORMS = (
     "`builtin:<task>[:eval]`, a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, "
     "`ms:<owner>/<name>[:config[:split]]` (ModelScope), `reasoning-gym:<task>[:eval][?size=..&seed=..]`"
@@ -34,18 +34,18 @@ FORMS = (
 
 @dataclass
 class Source:
-    """Rows of a source, and the names of their columns."""
+    """The rows of a source and their column names."""
 
     rows: list[dict]
     name: str
-    """The `data_source` of rows that have no column of this name."""
+    """Default for rows without a `data_source` column."""
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     raw: bool = False
     """True if prompts are plain text even if the tokenizer has a chat template."""
     unit: str = "row"
     numbers: list[int] = field(default_factory=list)
-    """Number of each row in its file, for messages; empty if the numbers are the rows' indices."""
+    """Line number of each row in its file, for messages; empty if rows are numbered by index."""
 
     def where(self, index: int) -> str:
         """Describe a row's place in the source, for error messages."""
@@ -87,10 +87,10 @@ def _eval_suffix(text: str) -> tuple[str, bool]:
 
 
 def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
-    """Return the numbers of the lines that contain rows, and the rows."""
+    """Return the line numbers of all rows, and the rows."""
     opener, number, found = gzip.open if path.suffix == ".gz" else open, 0, []
     try:
-        # Bytes that are not UTF-8 pass through, so that `json_row` refuses them and the error names their line.
+        # Let bytes that are not UTF-8 pass, so that `json_row` rejects them and the error names the line.
         with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as f:
             full = ((n, line) for n, line in enumerate(f, 1) if line.strip())
             for number, line in itertools.islice(full, stop):
@@ -103,7 +103,7 @@ def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
 
 
 def json_row(line: bytes) -> dict:
-    """Return the row of a line. Raises ValueError if the line is not a JSON object."""
+    """Parse a line as a row. Raises ValueError if the line is not a JSON object."""
     try:
         row = json.loads(line.removeprefix(BOM_UTF8))
     except json.JSONDecodeError as e:
@@ -127,9 +127,9 @@ def _parquet(path: Path, stop: int | None) -> list[dict]:
 
 
 def hf_data(rest: str) -> Any:
-    """Open a data set of Hugging Face, memory-mapped. rest: `<name or folder>[:config[:split]]`.
+    """Open a Hugging Face data set, memory-mapped. rest: `<name or folder>[:config[:split]]`.
 
-    Only data files are read; `datasets` itself refuses dataset scripts and pickles.
+    Only data files are read; `datasets` itself rejects dataset scripts and pickles.
     Raises ValueError if the data set cannot be loaded.
     """
     name, config, split = _named(rest, "hf", "name or folder")
@@ -137,10 +137,10 @@ def hf_data(rest: str) -> Any:
 
 
 def ms_data(rest: str) -> Any:
-    """Open a data set of ModelScope, memory-mapped. rest: `<owner>/<name>[:config[:split]]`.
+    """Open a ModelScope data set, memory-mapped. rest: `<owner>/<name>[:config[:split]]`.
 
-    The package `modelscope` downloads the files, which are then read like those of Hugging Face. Its `MsDataset` is not
-    used, because it needs an older release of the library `datasets` and replaces functions of that library.
+    The `modelscope` package downloads the files, which are then read like a Hugging Face data set. Its `MsDataset` is
+    not used, because it needs an older release of `datasets` and monkey-patches it.
     Raises ValueError if the data set cannot be loaded.
     """
     name, config, split = _named(rest, "ms", "owner>/<name")
@@ -159,11 +159,11 @@ def ms_data(rest: str) -> Any:
 
 
 HUBS = {"hf": hf_data, "ms": ms_data}
-"""Kind of source -> function that opens a data set of that hub."""
+"""Hub prefix -> function that opens a data set on that hub."""
 
 
 def _named(rest: str, kind: str, form: str) -> tuple[str, str, str]:
-    """Return name, config and split. form: the form of the name, for the message of a ValueError."""
+    """Parse name, config and split. form: the expected format of the name, for the ValueError message."""
     name, config, split = (*rest.split(":"), "", "")[:3]
     if not name or rest.count(":") > 2:
         raise ValueError(f"'{kind}:{rest}' (--data.train, --data.eval): the form is {kind}:<{form}>[:config[:split]]")

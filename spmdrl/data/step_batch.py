@@ -1,4 +1,4 @@
-"""Makes the batch of a step from its episodes: adds columns, replays episodes, and assigns them to optimizer steps."""
+"""Builds a step's batch from its episodes: adds columns, replays episodes, and assigns them to optimizer steps."""
 
 import math
 from collections.abc import Iterable
@@ -20,27 +20,27 @@ from spmdrl.spmd.seeds import generator_for, seed_for, uniform
 from spmdrl.spmd.world import World
 
 RESAMPLE = 0x5046
-"""Part of the key of the random draws for resampling."""
+"""Part of the random key for resampling."""
 
 
 class ReplayBuffer:
-    """Draws the episodes that a step learns from, also from earlier steps; policy filtration (PF-PPO) draws by reward.
+    """Draws a step's training episodes, including from earlier steps; policy filtration (PF-PPO) draws by reward.
 
-    Each rank stores the episodes that its engine sampled; drawn episodes may come from any rank.
+    Each rank stores the episodes that its engine sampled, but draws from those of all ranks.
     """
 
     def __init__(self, cfg: FilterConfig, prompts: int):
-        """Start without episodes. prompts: number of prompts of a step.
+        """Start with an empty buffer. prompts: number of prompts per step.
 
-        For an episode from `age` steps ago, prompts * age is added to its position, so that positions stay distinct.
+        The position of an episode from `age` steps ago increases by prompts * age, so that positions stay distinct.
         """
         self.cfg, self.prompts = cfg, prompts
         self.buffer: Buffer[Batch] | None = Buffer(cfg.replay_steps) if cfg.replay_steps else None
 
     def mix(self, batch: Batch, seed: int, step: int, peers: Peers) -> Batch:
-        """Draw, with replacement, as many episodes as the step sampled. Collective.
+        """Draw as many episodes as the step sampled, with replacement. Collective.
 
-        An episode that is drawn twice is in the batch twice. Returns `batch` if the settings ask for neither
+        An episode that is drawn twice appears in the batch twice. Returns `batch` if the settings enable neither
         resampling nor replay.
         """
         if self.cfg.resample == "none" and self.buffer is None:
@@ -52,7 +52,7 @@ class ReplayBuffer:
                     moved = Batch(
                         old.lengths, old.token, dict(old.seq, position=old.seq["position"] + self.prompts * age)
                     )
-                    # A step may have reward parts that another step lacks.
+                    # A step might have reward parts that another step lacks.
                     pool = concatenate(_with_parts(pool, moved.seq), _with_parts(moved, pool.seq))
             self.buffer.append(step, [batch])
         columns = torch.stack([pool.seq["reward"], pool.seq["position"].double()], 1)[pool.firsts]
@@ -67,7 +67,7 @@ class ReplayBuffer:
 
 
 def copies(batch: Batch, times_E: torch.Tensor) -> Batch:
-    """Repeat each episode `times_E` (int64 [E]) times. Its paths stay adjacent; each copy gets new path numbers."""
+    """Repeat each episode `times_E` (int64 [E]) times. Its paths stay adjacent; each copy gets new path indices."""
     drawn = torch.repeat_interleave(torch.arange(len(times_E)), times_E)
     number = torch.arange(len(drawn)) - (torch.cumsum(times_E, 0) - times_E)[drawn]
     first, paths = batch.firsts[drawn], batch.identity["paths"][batch.firsts[drawn]]
@@ -79,7 +79,7 @@ def copies(batch: Batch, times_E: torch.Tensor) -> Batch:
 
 
 def _with_parts(batch: Batch, names: Iterable[str]) -> Batch:
-    """Return the batch with a column of nan for each reward part (`part/...`) in `names` that the batch lacks."""
+    """Add a nan column for each reward part (`part/...`) in `names` that the batch lacks."""
     lacking = [name for name in sorted(names) if name.startswith("part/") and name not in batch.seq]
     unknown_B = torch.full((len(batch),), math.nan, dtype=torch.float64)
     return Batch(batch.lengths, batch.token, batch.seq | dict.fromkeys(lacking, unknown_B))
@@ -97,25 +97,25 @@ def make_batch(
     share_prompts: bool = False,
     model_parts: tuple[str, ...] = (),
 ) -> Batch:
-    """Pack this rank's episodes, if it has any, and assign the sequences to optimizer steps. Collective.
+    """Pack this rank's episodes, if any, and assign the sequences to optimizer steps. Collective.
 
     step: counted from 0. replay: draws the episodes to train on from this batch and earlier ones.
-    turns: True if the advantage compares turns. skips_equal: True if prompts whose samples have equal rewards are
-    skipped. experts_width: as in `from_episodes`. share_prompts: True if tokens that samples of a prompt share are
+    turns: True if advantages are computed per turn. skips_equal: True if prompts whose samples all have the same reward
+    are skipped. experts_width: as in `from_episodes`. share_prompts: True if tokens shared by a prompt's samples are
     computed once. model_parts: names of the reward parts that a reward model will add.
     """
-    # A rank without samples does not know the names of reward parts, but all ranks need the same columns.
+    # A rank without samples does not know the reward part names, but all ranks need the same columns.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
     prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
-    # With an environment, estimators that do not compare turns also get the turns and their rewards.
+    # With an environment, turns and their rewards are included even for advantages that are not computed per turn.
     acts = bool(cfg.env)
     batch = from_episodes(episodes, names, experts_width, acts or turns, acts)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"], common = work_of(batch, share_prompts)
     if skips_equal:
-        # An engine returns complete groups, so their rewards can be compared. A sequence that is skipped counts as one
-        # token of work.
+        # Engines return complete groups, so their rewards can be compared. A skipped sequence counts as one token of
+        # work.
         batch.seq["work"] = torch.where(batch.group_differs(), batch.seq["work"], 1)
     if share_prompts:
         batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
@@ -127,10 +127,10 @@ def make_batch(
 
 
 def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
-    """Raise ValueError if a sample lacks a reward part that training uses, because a missing part does not count as 0.
+    """Raise ValueError if a sample lacks a reward part that training uses, since missing parts do not count as 0.
 
-    A part that is missing because its grading timed out does count as 0 (`from_episodes`).
-    later: parts that a reward model adds afterwards, for every sample.
+    Parts whose grading timed out are an exception and count as 0 (`from_episodes`).
+    later: parts that a reward model adds to every sample afterwards.
     """
     given = [name.removeprefix("part/") for name in batch.seq if name.startswith("part/")]
     used = [("--safety.cost", cfg.safety.cost)] if cfg.safety.cost else []

@@ -1,9 +1,9 @@
-"""Steps of a response: their ends in text and tokens, and rows of labelled steps for process reward models.
+"""Splits responses into steps, and reads rows of labelled steps for process reward models.
 
 A row has a prompt; `completions`, a list with the text of each step of one response; and `labels`, a list with a number
-in [0, 1] for each step. A label is true or false, or an estimate of how often answers that begin with the steps up to
-this one are right (https://arxiv.org/abs/2312.08935). A step whose label is null is not trained on. TRL's rows have
-this form.
+in [0, 1] for each step. A label is true or false, or an estimate of how often answers that start with the steps up to
+this one are correct (https://arxiv.org/abs/2312.08935). Steps with a null label are not trained on. TRL uses this
+format.
 """
 
 from bisect import bisect_left
@@ -16,15 +16,14 @@ from spmdrl.data.dialogues import PROMPTS, Columns, Example, column_of, pair_of
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 MARK = "\ufffd"
-"""The character that decoders return for bytes that do not form a character."""
+"""Replacement character that decoders return for invalid or incomplete bytes."""
 
 
 def step_ends(text: str, separator: str) -> list[int]:
-    """Return, for each step of a text, the number of characters up to its end. A text has at least one step.
+    """Return the end of each step in a text, as a number of characters. A text has at least one step.
 
-    A step ends with the separator, and the text after the last separator is a step too. A piece that
-    contains only white space before its separator belongs to the step before it, or, at the beginning, to the first
-    one.
+    A step ends with the separator, and the text after the last separator is a step too. A piece that contains only
+    whitespace before its separator belongs to the previous step, or, at the beginning, to the first one.
     """
     ends, at = [], 0
     while (found := text.find(separator, at)) >= 0:
@@ -44,17 +43,16 @@ def step_ends(text: str, separator: str) -> list[int]:
 
 
 def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: list[int]) -> list[int]:
-    """Return, for each end, the index of the token that contains the last character before it.
+    """Return the index of the token that contains the last character before each end.
 
-    decode: returns the text of tokens. The text of the first n tokens must be the beginning of the whole text, except
-    for a last character whose bytes are incomplete. ends: numbers of characters, ascending, from 1 to the length of the
-    text.
+    decode: function that decodes tokens. The text of the first n tokens must be a prefix of the whole text, except for
+    a last character with incomplete bytes. ends: character counts, ascending, from 1 to the length of the text.
     """
     text = decode(tokens)
     if reached := progress(decode, tokens, text):
         return [bisect_left(reached, end) for end in ends]
 
-    # The text of a token depends on tokens far before it, so the text is decoded from its beginning each time.
+    # A token's text can depend on tokens far before it, so the text is decoded from the start each time.
     @cache
     def begun(count: int) -> str:
         return decode(tokens[:count])
@@ -66,9 +64,9 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
 
 
 def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> list[int]:
-    """Return the number of characters up to the end of each token; empty if a token's text depends on distant tokens.
+    """Return each token's end as a number of characters, or an empty list if its text depends on distant tokens.
 
-    Each token is decoded with only a few tokens before it, so the work grows linearly with the number of tokens.
+    Each token is decoded with only a few preceding tokens, so the cost is linear in the number of tokens.
     """
     out: list[int] = []
     pieces: list[str] = []
@@ -77,7 +75,7 @@ def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -
         known, both = decode(tokens[before:begin]), decode(tokens[before : i + 1])
         if not both.startswith(known):
             return []
-        # A character whose bytes are incomplete is decoded as a mark.
+        # A character with incomplete bytes is decoded as MARK.
         whole = both.rstrip(MARK)
         out.append(done + max(len(whole) - len(known), 0))
         if len(whole) == len(both) > len(known):
@@ -92,7 +90,7 @@ def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -
 
 @dataclass(frozen=True)
 class StepColumns(Columns):
-    """Names of the columns of labelled steps."""
+    """Column names of labelled steps."""
 
     steps: str = "completions"
     labels: str = "labels"
@@ -100,25 +98,26 @@ class StepColumns(Columns):
 
 @dataclass
 class LabelledSteps:
-    """One row of steps with labels."""
+    """One row of labelled steps."""
 
     example: Example
-    """The prompt, and the response that consists of the steps."""
+    """The prompt and the response that the steps make up."""
     text: str
-    """The response: its steps, joined by the separator."""
+    """The response: all steps, joined with the separator."""
     labels: list[float | None]
-    """The label of each step; None for a step that is not trained on."""
+    """The label of each step, or None for steps that are not trained on."""
 
 
 def has_steps(row: dict, columns: StepColumns) -> bool:
-    """Return True if a row has the columns of the steps and of their labels."""
+    """Return True if a row has the step and label columns."""
     return row.get(columns.steps) is not None and row.get(columns.labels) is not None
 
 
 def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") -> LabelledSteps:
-    """Read a row of labelled steps. separator: ends each step except the last. system: a default system message.
+    """Read a row of labelled steps. separator: text that ends each step except the last. system: default system
+    message.
 
-    Raises RowError if the row has another form, or a part of it is malformed.
+    Raises RowError if the row has another format, or a part of it is malformed.
     """
     row = Row(row)
     check_text(row)
@@ -166,7 +165,7 @@ def _labels(found: Any, columns: StepColumns, steps: int) -> list[float | None]:
 
 
 def _joined(steps: list[str], separator: str) -> str:
-    """Join steps into a response. Raises RowError if `step_ends` would divide the response into other steps."""
+    """Join steps into a response. Raises RowError if `step_ends` would split the response differently."""
     text, begins = "", []
     for i, step in enumerate(steps, 1):
         begins.append(len(text) + len(step) - len(step.lstrip()))

@@ -1,4 +1,4 @@
-"""Finds the tokens by which a chat template ends an assistant's turn: models learn them, and engines stop at them.
+"""Finds the tokens with which a chat template ends an assistant turn: models learn them, and engines stop at them.
 
 The tokens come from the turns that `turns.py` finds in test dialogues, so engines stop where models learned to stop.
 """
@@ -16,7 +16,7 @@ ANSWER = {"role": "assistant", "content": "9w" + PROBE}
 
 
 def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
-    """Return the jinja text of the template by which a job renders dialogues; empty if it renders none.
+    """Return the jinja text of the template that a job renders dialogues with, or an empty string if it renders none.
 
     Raises ValueError if `--data.chat-template` is no template, or names a file that cannot be read.
     """
@@ -27,10 +27,10 @@ def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
 
 
 def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
-    """Return the ids of the control tokens by which a template ends turns; the first one ends an answer in plain text.
+    """Return the ids of the control tokens with which a template ends turns; the first one ends a plain-text answer.
 
-    A turn with tool calls may end with another token. A token that also occurs inside of turns, such as after a thought
-    or a call, is left out. Empty if there is no template, or if it is not certain where turns end.
+    Turns with tool calls can end with a different token. Tokens that also occur inside turns, such as after a thought
+    or a call, are omitted. Empty if there is no template, or if it is ambiguous where turns end.
     """
     if not template:
         return ()

@@ -1,9 +1,9 @@
-"""Tokenizes the sequences of a dialogue, or plain text, and marks the trained tokens with a loss mask.
+"""Tokenizes a dialogue's sequences, or plain text, and builds their loss mask.
 
-The text of a sequence is tokenized as a whole. If a token other than a control token would lie across the beginning or
-the end of a turn, or if the tokenizer does not tell where tokens lie, the text is cut at these borders and each piece
-is tokenized by itself. A turn then begins with a new token, as when a model generates it. The tokens of all pieces
-together must decode to the same text.
+The text of a sequence is tokenized as a whole. If a token other than a control token would cross the start or end of a
+turn, or if the tokenizer does not return offsets, the text is split at these boundaries and each piece is tokenized
+separately. A turn then starts with a new token, as when a model generates it. The concatenated tokens must decode to
+the same text.
 """
 
 from collections.abc import Sequence as Many
@@ -18,31 +18,31 @@ from spmdrl.data.rendering import TemplateError
 
 @dataclass
 class Masked:
-    """The L tokens of one sequence, with their loss mask."""
+    """The L tokens of one sequence and their loss mask."""
 
     tokens: torch.Tensor
     """int64 [L]: the token ids."""
     mask: torch.Tensor
     """bool [L]: True for trained tokens. The first token is never trained, because nothing predicts it."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Further values of the sequence, by name."""
+    """Additional values of the sequence, by name."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further values of each token, by name: tensors [L]."""
+    """Additional per-token values, by name: tensors [L]."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, count: int) -> "Masked":
-        """Return the first `count` tokens, with their columns and the numbers of the sequence."""
+        """Truncate to the first `count` tokens and their columns; the sequence's numbers are kept."""
         columns = {name: column[:count] for name, column in self.columns.items()}
         return Masked(self.tokens[:count], self.mask[:count], self.numbers, columns)
 
 
 def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
-    """Tokenize a rendered text, without adding tokens to it.
+    """Tokenize rendered text without adding tokens.
 
-    trained: ranges of characters to train on, ascending. Raises TemplateError if the text must be cut into pieces at
-    the borders of ranges, and the tokens of these pieces decode to another text.
+    trained: character ranges to train on, ascending. Raises TemplateError if the text must be split at range boundaries
+    and the tokens of the pieces decode to a different text.
     """
     offsets = None
     if tokenizer.is_fast:
@@ -58,9 +58,9 @@ def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
 
 
 def _crossed(tokenizer: Any, ids: list[int], offsets: list[tuple[int, int]], trained: Many[tuple[int, int]]) -> bool:
-    """Return True if a token lies across the border of a trained range.
+    """Return True if a token crosses the boundary of a trained range.
 
-    Control tokens are allowed to, because some of them include adjacent white space.
+    Control tokens may cross it, because some of them include adjacent whitespace.
     """
     borders = {place for pair in trained for place in pair}
     inner = ((token, start, end) for token, (start, end) in zip(ids, offsets, strict=True) if end - start > 1)

@@ -1,13 +1,13 @@
-"""A tree of shared tokens: the common beginning of a prompt's samples, or of an episode's paths, is in it only once.
+"""A tree of shared tokens, which contains the common prefix of a prompt's samples or an episode's paths only once.
 
-A packed batch, or pack, [T] contains all sequences in full, end to end. The transformer runs on the tree's tokens [R]
-instead: tokens that sequences share are computed once, and autograd sums their gradient over the sequences. The hidden
-states are then copied back to the tokens of the pack, so heads and losses are independent of the tree.
+A packed batch [T] contains all sequences in full, concatenated. The transformer runs on the tree's tokens [R] instead:
+tokens shared by sequences are computed once, and autograd sums their gradients over the sequences. The hidden states
+are then copied back to the packed tokens, so heads and losses are independent of the tree.
 
-B: number of sequences of the pack. N: number of nodes of the tree. A node is a range of tokens shared by the same
-sequences; each token attends to itself, to earlier tokens of its node and to the node's ancestors. The samples of a
-prompt share all tokens before their first sampled one, if all of these tokens are equal. The paths of an episode share
-the longest beginning in which they are equal.
+B: number of packed sequences. N: number of tree nodes. A node is a range of tokens shared by the same sequences; each
+token attends to itself, to earlier tokens of its node and to the node's ancestors. The samples of a prompt share all
+tokens before their first sampled one, if all of these are equal. The paths of an episode share their longest common
+prefix.
 """
 
 from dataclasses import dataclass
@@ -19,35 +19,35 @@ from spmdrl.data.segment import shared_length
 
 @dataclass
 class Tree:
-    """The mapping between the tokens of a pack and those of its tree. All tensors are on the host."""
+    """Mapping between the tokens of a packed batch and those of its tree. All tensors are on the host."""
 
     keep: torch.Tensor
-    """int64 [R]: for each token of the tree, its index in the pack. The tokens of all roots come first."""
+    """int64 [R]: each tree token's index in the packed batch. The tokens of all roots come first."""
     place: torch.Tensor
-    """int64 [T]: for each token of the pack, its index in the tree."""
+    """int64 [T]: each packed token's index in the tree."""
     positions: torch.Tensor
-    """int64 [R]: for each token of the tree, its position in the sequences that share it."""
+    """int64 [R]: each tree token's position in the sequences that share it."""
     lengths: list[int]
-    """[N]: number of tokens of each node, at least 1. The nodes lie end to end in the tree, roots first."""
+    """[N]: number of tokens per node, at least 1. Nodes are contiguous in the tree, roots first."""
     parents: list[int]
-    """[N]: the node that each node follows, -1 for a root."""
+    """[N]: the parent of each node, or -1 for a root."""
 
 
 @dataclass
 class Shared:
-    """The tokens that each sequence of a pack has in common with an earlier one."""
+    """The prefix that each packed sequence shares with an earlier one."""
 
     source: list[int]
-    """[B]: the earlier sequence; the sequence itself if it shares no tokens."""
+    """[B]: the earlier sequence, or the sequence itself if it shares no tokens."""
     tokens: list[int]
-    """[B]: number of tokens at the beginning that are shared with the source, less than the sequence's length."""
+    """[B]: number of leading tokens shared with the source, less than the sequence's length."""
     prompts: list[int]
-    """[B]: number of tokens that another sample of the same prompt would share with this sequence; 0 for the second
-    and further paths of an episode."""
+    """[B]: number of tokens that another sample of the same prompt would share with this sequence, or 0 for all but the
+    first path of an episode."""
 
 
 def prompt_lengths(lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Count the tokens before the first sampled token of each sequence, int64 [B]; all tokens if none is sampled."""
+    """Count the tokens before each sequence's first sampled token, int64 [B], or all tokens if none is sampled."""
     seq_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
     inside_T = torch.arange(len(mask_T)) - (torch.cumsum(lengths_B, 0) - lengths_B)[seq_T]
     return lengths_B.scatter_reduce(0, seq_T[mask_T], inside_T[mask_T], "amin")
@@ -60,9 +60,9 @@ def shared_tokens(
     begins_B: torch.Tensor | None = None,
     experts_T: torch.Tensor | None = None,
 ) -> Shared:
-    """Find the tokens that each sequence shares with an earlier one. Takes host tensors.
+    """Find the prefix that each sequence shares with an earlier one. Takes host tensors.
 
-    A prompt is shared only by consecutive episodes, and the last token of a sequence is never shared.
+    Only consecutive episodes share a prompt, and the last token of a sequence is never shared.
 
     tokens_T: int64 [T]. lengths_B: int64 [B]. mask_T: bool [T]. begins_B: bool [B], True for the first path of an
     episode (`Batch.begins`); None if each sequence is an episode. experts_T: [T, ...] under routing replay; shared
@@ -100,12 +100,13 @@ def plan_tree(
     begins_B: torch.Tensor | None = None,
     experts_T: torch.Tensor | None = None,
 ) -> Tree | None:
-    """Return the tree of a pack; None if no sequences share tokens. Arguments as in `shared_tokens`."""
+    """Return the tree of a packed batch, or None if no sequences share tokens. Arguments as in `shared_tokens`."""
     shared = shared_tokens(tokens_T, lengths_B, mask_T, begins_B, experts_T)
     if not any(shared.tokens):
         return None
     lengths = lengths_B.tolist()
-    # Each sequence adds the tokens after its shared ones, cut where its prompt ends and where other sequences diverge.
+    # Each sequence adds the tokens after its shared ones, split where its prompt ends and where other sequences
+    # diverge.
     cuts = [{n, prompt or n} for n, prompt in zip(shared.tokens, shared.prompts, strict=True)]
     owner = []
     for source, n in zip(shared.source, shared.tokens, strict=True):

@@ -1,4 +1,4 @@
-"""Finds the control token that ends a turn of an assistant, in supervised rows and in conversations of agents."""
+"""Finds the control token that ends an assistant turn, in supervised rows and in agent conversations."""
 
 import re
 from collections.abc import Callable
@@ -13,17 +13,17 @@ Ends = Literal["own", "last", "next", "none"]
 def end_of_turn(
     controls: re.Pattern[str], call_ends: frozenset[str], alone: str, followed: str
 ) -> tuple[Ends, re.Match[str] | None]:
-    """Return how a turn ends, and the control token that ends it.
+    """Determine how a turn ends, and which control token ends it.
 
-    controls: matches control tokens. call_ends: the tokens that end a call but not the turn (`Renderer.call_ends`).
-    alone: the text after the assistant's words if nothing follows the turn. followed: the text after these words if a
-    message follows; it may include the text of that message.
+    controls: pattern that matches control tokens. call_ends: tokens that end a call but not the turn
+    (`Renderer.call_ends`). alone: the text after the assistant's words if nothing follows the turn. followed: the text
+    after these words if a message follows; it may include the text of that message.
 
     - own: the same token ends the turn whether or not a message follows; the match is in `followed`.
-    - last: a different token ends the turn if nothing follows it (gpt-oss); the match is in `alone`.
+    - last: a different token ends the turn if nothing follows (gpt-oss); the match is in `alone`.
     - next: the template does not end turns, so a model stops with the token that begins the next message (GLM); the
       match is in `followed`.
-    - none: no token that ends the turn is found, and the match is None.
+    - none: no token ends the turn; the match is None.
     """
     ours, others = list(controls.finditer(followed)), list(controls.finditer(alone))
     same = 0
@@ -41,9 +41,9 @@ def end_of_turn(
 
 
 def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[int], str]) -> tuple[str, bool]:
-    """Return the text up to and including the control token that ends turn i, and True if there is such a token.
+    """Return the text up to and including the control token that ends turn i, and whether there is such a token.
 
-    upto: renders the given number of messages from the beginning of the dialogue.
+    upto: function that renders the first n messages of the dialogue.
     """
     after = [m for m in dialogue.messages[i + 1 : i + 2] if m["role"] != "assistant"]
     if not after:
@@ -51,8 +51,8 @@ def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[
     written = upto(i + 1)
     kind, end, follows, tail = _end_before(render, dialogue.upto(i + 1), after[0], written)
     if end is None and (brief := without_thought(dialogue.messages[i])):
-        # The template may drop the thought as soon as a message follows. Without the thought, the rendering still shows
-        # which token begins the next message.
+        # The template might drop the thought once a message follows. A rendering without the thought still shows which
+        # token starts the next message.
         shorter = dialogue.upto(i).then(brief)
         kind, end, _, _ = _end_before(render, shorter, after[0], render(shorter))
         return (written + end.group(), True) if kind == "next" and end else (written, False)

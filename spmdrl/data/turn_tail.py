@@ -1,10 +1,10 @@
-"""Finds the text that a chat template puts between an assistant's turn and the next generation prompt.
+"""Finds the text that a chat template puts between an assistant turn and the next generation prompt.
 
-The dialogue is rendered twice with the answers that follow the turn, and twice without them. Stand-ins that differ
-between the two renderings replace all texts of assistants, so the end that both share does not depend on the
-assistant's words. The control token that ends the turn is the last one that occurs both with and without the answers;
-`end_of_turn` names the exceptions. A rendering with other answers shows whether the text up to this token is
-independent of the answers, and whether each answer is shown; if not, an error is raised.
+The dialogue is rendered twice with the answers that follow the turn, and twice without them. All assistant texts are
+replaced by stand-ins that differ between the two renderings, so their common suffix does not depend on the assistant's
+words. The control token that ends the turn is the last one that occurs both with and without the answers; for
+exceptions see `end_of_turn`. A rendering with other answers shows whether the text up to this token is independent of
+the answers, and whether each answer is shown; if not, an error is raised.
 """
 
 import re
@@ -18,7 +18,7 @@ from spmdrl.data.turn_end import end_of_turn
 STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
 """Stand-ins for the text of a turn; they differ in the first and the last character and in length."""
 EARLIER = ("Xk" + PROBE + "c", "9wm" + PROBE + "d")
-"""Stand-ins for earlier turns. They differ from STANDINS, so a template that hides the last turn is noticed."""
+"""Stand-ins for earlier turns. They differ from STANDINS, so that templates that hide the last turn are detected."""
 THOUGHT = PROBE + "e"
 SHAPES = ("calls", "first call", "text and calls", "text")
 """Forms of the stand-in for a turn with tool calls, from the most informative to the least.
@@ -29,22 +29,21 @@ Some templates refuse several calls in one turn, and some show no calls. The nex
 
 @dataclass(frozen=True)
 class Tail:
-    """Text from the token that ends an assistant's turn to the end of the next generation prompt."""
+    """The text from the token that ends an assistant turn up to and including the next generation prompt."""
 
     text: str
-    """The text, which begins with a control token."""
+    """The text, which starts with a control token."""
     closing: int
-    """Number of characters at the beginning of `text` that belong to the turn; 0 if the template does not end turns."""
+    """Number of leading characters of `text` that belong to the turn, or 0 if the template does not end turns."""
     alone: str
-    """The text from the turn's end token on, as the template writes it if nothing follows the turn."""
+    """The text from the turn's end token on, if nothing follows the turn."""
 
 
 def linked(messages: list[dict]) -> list[dict]:
-    """Return the messages with the names and ids that templates need in tool calls and in the answers to them.
+    """Add the names and ids that templates need in tool calls and their answers.
 
-    An answer gets the name or `tool_call_id` that it lacks from its call: the call with its id, or else the first call
-    that is not answered yet. A call without an id gets one of nine letters and digits, and a call without arguments
-    gets an empty object.
+    An answer takes a missing name or `tool_call_id` from its call: the call with its id, or else the first unanswered
+    call. A call without an id gets an id of nine letters and digits, and a call without arguments gets an empty object.
     """
     out: list[dict] = []
     waiting: list[dict] = []
@@ -76,10 +75,10 @@ def tail_of(
 ) -> Tail:
     """Return the text that follows the assistant's turn at index `turn` of a dialogue; messages after it are answers.
 
-    ends: a cache of the text after a last turn, which depends only on the template and the form of the stand-in.
+    ends: cache of the text after a last turn, which depends only on the template and the stand-in's form.
 
-    Raises TemplateError, which names the reason, if the template refuses the stand-ins, leaves out the turn or
-    an answer to it, or renders the turn differently when its answers change.
+    Raises TemplateError, which gives the reason, if the template rejects the stand-ins, omits the turn or an answer to
+    it, or renders the turn differently when its answers change.
     """
     new = whole.messages[turn + 1 :]
     past = [Dialogue(_standins(whole.messages, turn, which, shape), whole.tools, whole.more) for which in (0, 1)]
@@ -110,9 +109,9 @@ def _and(dialogue: Dialogue, new: Sequence[dict]) -> Dialogue:
 
 
 def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[dict]:
-    """Return the messages up to the turn, with stand-ins for those of assistants. which: 0 or 1, the stand-in to use.
+    """Return the messages up to the turn, with assistant messages replaced by stand-in `which` (0 or 1).
 
-    If tools answered an assistant's message without calls, its call was malformed, and the stand-in gets calls.
+    If tools answered an assistant message without calls, its call was malformed, and the stand-in gets calls.
     """
     out: list[dict] = []
     for i, message in enumerate(messages[: turn + 1]):
@@ -128,14 +127,14 @@ def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[d
         calls = calls[: 1 if shape == "first call" else None] if shape != "text" else []
         fake = [tool_call(name, {"a": text}) | {"id": key} for key, name in calls]
         standin = {"role": "assistant", "content": "" if fake and shape != "text and calls" else text}
-        # The second stand-in has a thought and the first none, so that the tail does not depend on a thought either.
+        # Only the second stand-in has a thought, so that the tail does not depend on thoughts either.
         thought = {"reasoning_content": THOUGHT} if which and not (fake and standin["content"]) else {}
         out.append(standin | ({"tool_calls": fake} if fake else {}) | thought)
     return out
 
 
 def _after_standins(texts: list[str]) -> str:
-    """Return the end that the renderings share. Raises TemplateError unless it begins where the stand-ins end."""
+    """Return the renderings' common suffix. Raises TemplateError unless it starts where the stand-ins end."""
     shared = commonprefix([text[::-1] for text in texts])[::-1]
     if not all(text.removesuffix(shared).endswith(standin) for text, standin in zip(texts, STANDINS, strict=True)):
         raise TemplateError("the text that it puts after an assistant's turn depends on the text of the turn")
@@ -147,8 +146,8 @@ def _cut(
 ) -> Tail:
     """Return the tail: from the control token that ends the turn, or if none does, from the first one after the turn.
 
-    call_ends: as in `end_of_turn`. after, alone: text that follows the stand-in with answers, and without answers.
-    first: place of the first answer's text in `after`. with_call: True if a call ends the turn.
+    call_ends: as in `end_of_turn`. after, alone: text after the stand-in with and without answers. first: index of the
+    first answer's text in `after`. with_call: True if a call ends the turn.
     """
     kind, end = end_of_turn(controls, call_ends, alone, after[:first])
     found, other = list(controls.finditer(after, 0, first)), list(controls.finditer(alone))
@@ -158,8 +157,8 @@ def _cut(
         whole = not with_call and not controls.sub("", after[: end.end()]).strip()
         start = found[0].start() if whole else end.start()
         return Tail(after[start:], end.end() - start, alone[start:])
-    # gpt-oss ends the last turn with another token than earlier turns. If `found` has a single token, it belongs to the
-    # answer, because no token ends the turn.
+    # gpt-oss ends the last turn with a different token than earlier turns. If `found` has a single token, it belongs to
+    # the answer, because no token ends the turn.
     if kind == "last" and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
         return Tail(after[found[0].start() :], len(found[0].group()), alone[other[0].start() :])
     begins = end if kind == "next" and end else found[0]

@@ -1,31 +1,31 @@
-"""Finds the text that an assistant generates in a rendered dialogue, and refuses turns whose place is not certain.
+"""Finds the text that an assistant generates in a rendered dialogue, and rejects turns with an ambiguous location.
 
 Every turn is examined as a model generates it: as the last message of a dialogue. Let P be the rendering of the
-messages before the turn with the generation prompt, and E the rendering of the messages up to and including the turn.
+messages before the turn with a generation prompt, and E the rendering of the messages up to and including the turn.
 
-- If E begins with P, the turn is the remainder of E.
+- If E starts with P, the turn is the rest of E.
 - Some generation prompts open a part that a finished turn lacks, such as a thought. E then diverges from P within that
-  prompt, and the turn begins at this place. The place must not depend on the turn's text: if two other texts replace
-  it, E must diverge from P at the same place.
-- Some templates render earlier messages differently once the turn follows. The turn then begins in E after the text
-  that ends P: the end of the message before it, and the generation prompt. It is trained after P, as a model sees it.
-- For a turn that opens a dialogue, P lacks text that templates write at the beginning of E, such as a system message.
-  The turn is then found in the dialogue with a question added before it. If E ends with the text found in this way,
-  that text is the turn. If not, the turn is the text in E after the question's generation prompt.
+  prompt, and the turn starts at this point. The point must not depend on the turn's text: if two other texts replace
+  it, E must diverge from P at the same point.
+- Some templates render earlier messages differently once the turn follows. The turn then starts in E after the text
+  that ends P: the end of the previous message, and the generation prompt. It is trained after P, as a model sees it.
+- For a turn that opens a dialogue, P lacks text that templates write at the start of E, such as a system message. The
+  turn is then located in the dialogue with a question added before it. If E ends with the text found this way, that
+  text is the turn. If not, the turn is the text in E after the question's generation prompt.
 
 A turn ends with the last control token before any text that depends on the next message. If a template does not end
-turns, the turn ends with the control token that begins the next message (`turn_end.py`).
+turns, the turn ends with the control token that starts the next message (`turn_end.py`).
 
 A trained turn must be shown completely (`shown.py`), because a model would learn to omit a thought that the template
 drops.
 
-Turns of one dialogue share a sequence only if the sequence begins with the context and the text of each turn. With a
-template that rewrites earlier turns (that of Qwen3 omits their thoughts), each turn gets a separate sequence. So every
-token is trained in exactly the context in which it would be generated.
+Turns of one dialogue share a sequence only if the sequence starts with the context and text of each turn. With a
+template that rewrites earlier turns (Qwen3's drops their thoughts), each turn gets a separate sequence. Every token is
+thus trained in exactly the context in which it would be generated.
 
-A template may mark the text that an assistant generates (`{% generation %}`). Its marks are trusted, but a trained turn
-must be shown completely between them. If the rendering of the whole dialogue leaves out a part of a turn, this turn
-gets a separate sequence, which ends with the turn.
+A template can mark the text that an assistant generates (`{% generation %}`). Its marks are trusted, but a trained turn
+must be shown completely between them. If the rendering of the whole dialogue omits a part of a turn, this turn gets a
+separate sequence that ends with it.
 """
 
 from collections.abc import Collection
@@ -44,35 +44,35 @@ OTHERS = ("Xk" + PROBE, "9w" + PROBE)
 
 @dataclass(frozen=True)
 class Turn:
-    """Text that an assistant generates, given as a range in the text of a sequence."""
+    """Text that an assistant generates, as a character range in a sequence's text."""
 
     message: int
     """Index of the turn's message in the dialogue."""
     start: int
     end: int
-    """Range of the turn's characters, up to and including the control token that ends the turn."""
+    """Character range of the turn, up to and including the control token that ends it."""
     stops: bool
     """True if the turn ends with a control token; without one the model does not learn to stop."""
     departs: bool
-    """True if the turn begins inside the generation prompt, because the finished turn diverges from that prompt."""
+    """True if the turn starts inside the generation prompt, because the finished turn diverges from that prompt."""
 
 
 @dataclass
 class Sequence:
-    """A text for training, and the assistant's turns in it, whether they are trained on or not."""
+    """A training text and all assistant turns in it, including those that are not trained on."""
 
     text: str
     turns: list[Turn]
 
 
 def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] | None = None) -> list[Sequence]:
-    """Return the sequences in which every turn of an assistant follows the context in which it is generated.
+    """Return the sequences in which every assistant turn follows the context that it is generated in.
 
-    There is one sequence if the template never changes earlier renderings. Messages after the last turn are left out.
-    trained: indices of the turns that are trained, which must be shown completely; None for all turns.
+    There is one sequence if the template never changes earlier renderings. Messages after the last turn are omitted.
+    trained: indices of the trained turns, which must be shown completely, or None for all turns.
 
-    Raises TemplateError if the template refuses the dialogue or does not show one of its messages, or if it is not
-    certain where a turn begins and ends in the rendered text. The error names the message, counted from 1.
+    Raises TemplateError if the template rejects the dialogue or does not show one of its messages, or if the location
+    of a turn in the rendered text is ambiguous. The error names the message, counted from 1.
     """
     upto = _beginnings(render, dialogue)
     turns = [i for i, m in enumerate(dialogue.messages) if m["role"] == "assistant"]
@@ -81,7 +81,7 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
     out: list[Sequence] = []
     for i in range(turns[-1], -1, -1):
         try:
-            # Messages that are not an assistant's must be shown in the longest rendering, up to the last turn.
+            # Non-assistant messages must be shown in the longest rendering, up to the last turn.
             if i not in turns:
                 _check_message_shown(render, dialogue, i, turns[-1] + 1, upto(turns[-1] + 1))
                 continue
@@ -101,7 +101,7 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
 
 
 def _advice_on_opening(dialogue: Dialogue) -> str:
-    """Return advice for an error in a dialogue that begins with an assistant's turn; empty for other dialogues."""
+    """Return advice for errors in a dialogue that starts with an assistant turn, else an empty string."""
     roles = [m["role"] for m in dialogue.messages if m["role"] not in ("system", "developer")]
     if roles[:1] != ["assistant"]:
         return ""
@@ -109,12 +109,12 @@ def _advice_on_opening(dialogue: Dialogue) -> str:
 
 
 def trained_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
-    """Return the result of `marked_sequences` if the template marks generated text, else that of `sequences_of`."""
+    """Call `marked_sequences` if the template marks generated text, else `sequences_of`."""
     return (marked_sequences if render.marked else sequences_of)(render, dialogue, trained)
 
 
 def _beginnings(render: Renderer, dialogue: Dialogue):
-    """Return a function that renders the first messages of a dialogue, and caches each rendering."""
+    """Return a cached function that renders the first messages of a dialogue."""
 
     @cache
     def upto(count: int, ask: bool = False) -> str:
@@ -166,15 +166,15 @@ def _opening(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, T
 
 
 def _after_message(render: Renderer, dialogue: Dialogue, i: int, prompt: str) -> str:
-    """Return the longest end of turn i's prompt that does not depend on the text of the message before the turn."""
+    """Return the longest suffix of turn i's prompt that does not depend on the text of the previous message."""
     changed = [render(_changed(dialogue.upto(i), i - 1, other), True) for other in OTHERS]
     return commonprefix([text[::-1] for text in (prompt, *changed)])[::-1]
 
 
 def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, written: str, others: list[str]) -> int:
-    """Return the place where a turn begins in `written`, which renders earlier messages differently from its prompt.
+    """Return the index where a turn starts in `written`, which renders earlier messages differently from its prompt.
 
-    joint: the end of the prompt after the text of the previous message. others: `written` with other texts of the turn.
+    joint: the end of the prompt after the previous message's text. others: `written` with other texts for the turn.
     """
     at = written.rfind(joint, 0, len(commonprefix([written, *others])))
     if not joint or at < 0 or _holds_message_before(render, dialogue, i, joint):
@@ -196,7 +196,7 @@ def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: s
 
 
 def _whole(render: Renderer, text: str, at: int) -> int:
-    """Return the index `at` in a text, or the beginning of the control token in which this index lies."""
+    """Return the index `at`, or the start of the control token in the text that contains it."""
     return next((m.start() for m in render.controls.finditer(text) if m.start() < at < m.end()), at)
 
 
@@ -210,12 +210,12 @@ def _check_message_shown(render: Renderer, dialogue: Dialogue, i: int, count: in
 
 
 def _check_turn(render: Renderer, message: dict, text: str, turn: Turn, last: bool = True) -> None:
-    """Raise TemplateError if `text` leaves out a part of a turn. last: as in `check_turn_shown`."""
+    """Raise TemplateError if `text` omits a part of a turn. last: as in `check_turn_shown`."""
     check_turn_shown(render.controls, message, text[turn.start : turn.end], text[: turn.start], last)
 
 
 def _with_text(message: dict, text: str) -> dict:
-    """Return a message of the same role with another text, which also replaces its thought."""
+    """Return a message with the same role and another text, which also replaces its thought."""
     return {"role": message["role"], "content": text} | ({k: text for k in THOUGHT_KEYS if message.get(k)})
 
 
@@ -229,8 +229,8 @@ def _changed(dialogue: Dialogue, i: int, text: str) -> Dialogue:
 def marked_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
     """Return the training sequences of a dialogue whose template marks the generated text of each turn.
 
-    trained: indices of the turns that are trained. Raises TemplateError like `sequences_of`, and RowError if there are
-    not as many marked parts as turns.
+    trained: indices of the trained turns. Raises TemplateError like `sequences_of`, and RowError if the number of
+    marked parts differs from the number of turns.
     """
     messages = dialogue.messages
     if not any(message["role"] == "assistant" for message in messages):
@@ -253,7 +253,7 @@ def marked_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[i
 
 
 def _ending_with(render: Renderer, dialogue: Dialogue, i: int) -> Sequence:
-    """Return the sequence that ends with the turn of message i."""
+    """Return the sequence that ends with the turn in message i."""
     found = _marked_sequence(render, dialogue.upto(i + 1))
     found.turns = found.turns[-1:]
     last = all(message["role"] != "assistant" for message in dialogue.messages[i + 1 :])
@@ -271,7 +271,7 @@ def _shows_turn(render: Renderer, message: dict, sequence: Sequence, i: int) -> 
 
 
 def _marked_sequence(render: Renderer, dialogue: Dialogue) -> Sequence:
-    """Return the rendering of a dialogue, with the marked part of each turn."""
+    """Render a dialogue and locate the marked part of each turn."""
     text, places = render.marks(dialogue)
     parts: list[tuple[int, int]] = []
     for start, end in places:
