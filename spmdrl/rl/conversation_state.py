@@ -53,7 +53,7 @@ class ConversationState:
     """Elapsed seconds when the episode was cut short, or 0 if episodes have no time limit."""
 
     opening: Opening | None = None
-    """The environment that is open or being opened; None between two rollouts."""
+    """The environment that is open or being opened, or None between rollouts."""
     variables: dict = field(default_factory=dict)
     """Variables for the chat template, from the row."""
     began: float = 0.0

@@ -110,7 +110,7 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
 
     A mean difference of nan exceeds every threshold; a threshold of 0 disables the check.
 
-    step: counted from 1. values: metrics reduced over ranks, so that every rank returns the same text.
+    step: 1-based. values: metrics reduced over ranks, so that every rank returns the same text.
 
     Raises:
         ValueError: the difference is above `--rollout.logp-diff-stop`.

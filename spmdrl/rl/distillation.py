@@ -74,7 +74,7 @@ class Distillation(PolicyGradient):
         return batch
 
     def given(self, step: int) -> list[Episode]:
-        """Return this rank's share of the step's episodes whose response is taken from the data set."""
+        """Return this rank's share of the step's episodes with responses from the data set."""
         run, count, seed = self.run, self.cfg.distill.given_per_step, self.cfg.run.seed
         if not count or run.sampler is None or run.world.engine_tp_rank:
             return []
@@ -154,7 +154,7 @@ class Distillation(PolicyGradient):
     def update(self, batch: Batch, step: int) -> Metrics:
         """Update the student on a batch with the teachers' columns. Collective over the ranks that train.
 
-        step: counted from 0.
+        step: 0-based.
         """
         models, cfg = self.run.models, self.cfg
         stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)

@@ -131,7 +131,7 @@ class OnlinePreference(PolicyGradient):
     def update(self, pairs: Batch, step: int) -> Metrics:
         """Update the policy on the samples that `score` returned, then the reference if it is due. Collective.
 
-        step: counted from 0.
+        step: 0-based.
         """
         models, cfg = self.run.models, self.cfg
         stats = models.policy.update(pairs, self.objective())

@@ -206,7 +206,7 @@ class Reading:
         Returns:
             For each step, the indices in `tokens` of its last sampled token and of the token with its last character.
             The text of the response.
-            The end of each step in the text, in characters.
+            The character offset in the text at which each step ends.
         """
         last = len(tokens) - 1
         if not self.classifier.steps:

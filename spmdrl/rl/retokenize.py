@@ -128,7 +128,7 @@ class Rewriter:
         return tokens
 
     def _holding(self, tokens: list[int], text: str, places: list[int], chat: bool) -> list[int]:
-        """Return, for each place in the text, the index of the token that contains the character before it."""
+        """Return, for each character offset in `places`, the index of the token with the preceding character."""
 
         def decode(some: list[int]) -> str:
             return self.tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)

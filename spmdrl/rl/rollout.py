@@ -110,7 +110,7 @@ class Rollout:
         return self.running + self.due > 0
 
     def take(self) -> list[PromptGroup]:
-        """Return as many groups as there is room for, those of earlier steps first."""
+        """Return as many groups as there is room for, starting with those carried over from earlier steps."""
         # An episode that waits for its environment does not occupy an engine slot.
         under_way, each = self.running + self.due, self.plan.requests_per_prompt
         free = min(self.places - self.running - self.phases["opening"], self.fair - under_way)

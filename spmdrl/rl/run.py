@@ -72,7 +72,7 @@ class Run(JobRun[Config]):
     # ── one step ─────────────────────────────────────────────────────────────
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, counted from 0."""
+        """Yield the remaining steps (0-based)."""
         for step in super().steps():
             self.spikes.step = step + 1
             yield step
@@ -205,7 +205,7 @@ class Run(JobRun[Config]):
         self.journal.step(step, values, rows)
 
     def _rows(self, step: int, episodes: list[Episode], more: dict | None = None) -> list[dict]:
-        """Return some of the episodes as rows of samples.jsonl. step: counted from 1. more: additional columns."""
+        """Return some of the episodes as rows of samples.jsonl. step: 1-based. more: additional columns."""
         if not (count := self.cfg.tracking.samples):
             return []
         chosen = episodes[:: max(1, len(episodes) // count)][:count]

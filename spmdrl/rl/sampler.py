@@ -46,7 +46,7 @@ class Sampler:
     judges: EngineJudges | None = None
     """Judges that run on the engine, or None. They make every rollout collective over the ranks that sample."""
     step: int = 0
-    """The next step to sample, counted from 0."""
+    """The next step to sample (0-based)."""
     draws: int = 0
     """Number of prompts drawn by earlier steps."""
     carried: list[PromptGroup] = field(default_factory=list)

@@ -44,7 +44,7 @@ class Spikes:
         self.replays = True
         """True if `spmdrl.tools.replay` supports the run's learning method."""
         self.step = 0
-        """The current step, counted from 1; the caller sets it."""
+        """The current step (1-based), set by the caller."""
         self.guards: dict[str, Guard] = {name: model.guard for name, model in models.learning().items()}
         for name, guard in self.guards.items():
             guard.store = partial(self.keep, name)

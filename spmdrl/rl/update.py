@@ -17,7 +17,7 @@ def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int
 
     With a critic, the policy is not updated during the first `--critic.warmup-steps` steps.
 
-    step: counted from 0. peers: the data positions, over which losses and metrics are summed.
+    step: 0-based. peers: the data positions, over which losses and metrics are summed.
     """
     stats, temperature, steps = Metrics(), cfg.rollout.temperature, cfg.algo.updates_per_step
     for name, returns, values in (

@@ -57,7 +57,7 @@ class JobRun(Generic[C]):
         return self.models.policy
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, counted from 0."""
+        """Yield the remaining steps (0-based)."""
         for step in self.session.steps(self.checkpoints.start_step):
             self.step_began = time.perf_counter()
             yield step
