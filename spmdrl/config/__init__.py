@@ -4,7 +4,8 @@ schema.py        settings for reinforcement learning, and those shared by all tr
                  is its --help text
 learning.py      the sections that correspond to algos/: algorithm, correction, filters, shaping, critic, safety
 evaluation.py    settings for an evaluation
-supervised.py    settings shared by jobs that train on a given data set: sft.py, preference.py, reward_model.py
+supervised.py    settings shared by jobs that train on a given data set; sft.py, preference.py and reward_model.py
+                 have the settings of one such job each
 online_preference.py  settings for preference learning on the policy's own samples
 distillation.py  settings for distillation; divergence.py has those for the divergence from a teacher
 presets.py       published methods by name, as values for settings

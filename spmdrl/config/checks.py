@@ -36,7 +36,8 @@ def run_problems(config: Config, world_size: int, here: bool = True) -> list[str
     """
     problems = rule_problems(config)
     bad = {problem.split(" ", 1)[0] for problem in problems}
-    # Skip rules between settings if a setting is invalid on its own, so that each mistake is reported only once.
+    # Rules between settings are not reported for a setting that is invalid on its own, so that each mistake is reported
+    # only once.
     roles = role_problems(config, world_size)
     if not any(name.startswith("--parallel.") for name in bad):
         problems += roles or backend_problems(config, trainers(config, world_size))

@@ -24,9 +24,9 @@ class TeacherConfig(ReferenceConfig):
     """The teacher, in any form that `--model.path` accepts. Unless `--distill.align` is set, it reads the student's
     tokens, but its vocabulary can be padded to a different size."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.reference.refresh_every)
-    """Weight m of the student in each update (`--reference.refresh-every`): the new teacher is m x student + (1 - m) x
-    teacher. With m below 1 it is a moving average of the student (SDFT, https://arxiv.org/abs/2601.19897); with m = 1
-    it is a copy of the student."""
+    """Weight m of the student in each update of the teacher (`--reference.refresh-every`): the new teacher is
+    m x student + (1 - m) x teacher. With m below 1 it is a moving average of the student (SDFT,
+    https://arxiv.org/abs/2601.19897); with m = 1 it is a copy of the student."""
 
 
 @dataclass

@@ -87,9 +87,9 @@ class AlgoConfig:
     from the engine (bypass). `auto`: `rollout` with `--filter.replay-steps`; otherwise the forward pass of the update
     itself, at no cost, if a step makes one update and nothing reads old_logp before it; otherwise `policy`."""
     skip_zero_advantage: bool = setting(False, only_with=advantage_alone)
-    """Skip sequences whose advantage is exactly zero in the forward pass, because their gradient is zero. Token-level
-    metrics (clip_fraction, ...) then exclude these sequences. Refused if the loss has terms that are not multiplied by
-    the advantage."""
+    """Leave sequences whose advantage is exactly zero out of the forward pass, because their gradient is zero.
+    Token-level metrics (clip_fraction, ...) then exclude these sequences. Refused if the loss has terms that are not
+    multiplied by the advantage."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class ShapingConfig:
     overlong_buffer: int = setting(0, NOT_NEGATIVE)
     """Number of tokens before max_new_tokens at which DAPO's soft overlong penalty starts. 0: no penalty."""
     overlong_factor: float = setting(1.0, NOT_NEGATIVE, only_with=lambda c: c.shaping.overlong_buffer)
-    """DAPO's overlong penalty for a response of max_new_tokens tokens."""
+    """Size of DAPO's overlong penalty for a response of max_new_tokens tokens."""
     mask_cut: bool = setting(False, only_with=lambda c: c.has_advantages)
     """Mask responses truncated at max_new_tokens in the loss (DAPO's overlong filtering)."""
     length_penalty: Literal["none", "linear", "group"] = "none"
@@ -195,7 +195,7 @@ class CriticConfig:
     """Value clip range (PPO): changes of a value within a step beyond this range are clipped in the loss. None: no
     clipping."""
     warmup_steps: int = setting(0, NOT_NEGATIVE, only_with=lambda c: "critic" in needs(c))
-    """Number of initial steps in which only the critic is trained (VAPO's value pretraining)."""
+    """Number of initial steps in which the critic is trained and the policy is not (VAPO's value pretraining)."""
 
 
 @dataclass

@@ -58,7 +58,7 @@ def from_command_line(
         also: schemas of other entry points whose files are also accepted, ignoring settings that `schema` lacks.
 
     Raises:
-        ConfigError: a name is unknown, a value has the wrong type, or a file cannot be read; lists all problems.
+        ConfigError: names are unknown or files cannot be read (the message lists all), or a value has the wrong type.
         SystemExit: with code 0 after `--help` (printed on rank 0).
     """
     argv = list(sys.argv[1:] if argv is None else argv)

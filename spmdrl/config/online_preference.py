@@ -28,8 +28,8 @@ class OnlineReferenceConfig(ReferenceConfig):
     path: str = setting("", only_with=lambda c: c.has_reference)
     """The reference model, in any form that `--model.path` accepts. Empty: the starting model."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Weight m of the policy in each update (`refresh_every`): the new reference is m x policy + (1 - m) x reference.
-    With m = 1 it is a copy of the policy."""
+    """Weight m of the policy in each update of the reference (`refresh_every`): the new reference is
+    m x policy + (1 - m) x reference. With m = 1 it is a copy of the policy."""
 
 
 @hides(Job.ONLINE)
@@ -38,7 +38,7 @@ class OnlineMethod(PreferenceMethod):
     """The loss, and which samples it compares: the best and the worst of each prompt."""
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "apo", "sppo", "raft"] = "dpo"
-    """Published method, which selects the losses; `--preference.loss` overrides it."""
+    """Published method, which selects the losses; `--preference.loss` replaces them."""
     gap: float = setting(0.0, NOT_NEGATIVE)
     """Skip prompts unless the rewards of their best and worst samples differ by more than this value."""
     least_reward: float | None = setting(None, FINITE)

@@ -73,8 +73,8 @@ class FixedModelConfig:
     """Number of steps between updates of the reference from the policy's weights (TR-DPO,
     https://arxiv.org/abs/2404.09656). 0: the reference never changes."""
     mix: float = setting(1.0, SHARE, only_with=lambda c: c.has_reference and c.reference.refresh_every)
-    """Weight m of the policy in each update (`refresh_every`): the new reference is m x policy + (1 - m) x reference.
-    With m = 1 it is a copy of the policy."""
+    """Weight m of the policy in each update of the reference (`refresh_every`): the new reference is
+    m x policy + (1 - m) x reference. With m = 1 it is a copy of the policy."""
     precompute: bool = setting(False, only_with=lambda c: c.has_reference)
     """Compute the reference's log-probabilities for all rows before the first step and store them in the run folder, so
     that the reference is not in memory during training."""
@@ -90,7 +90,7 @@ class PreferenceMethod:
     """The loss and its settings."""
 
     method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "kto", "bco", "apo", "sppo"] = "dpo"
-    """Published method, which selects the losses; `--preference.loss` overrides it."""
+    """Published method, which selects the losses; `--preference.loss` replaces them."""
     loss: tuple[str, ...] = ()
     """Losses whose weighted sum is minimised, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2
     sft=1`. Empty: the losses of `method`."""

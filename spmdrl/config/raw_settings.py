@@ -113,7 +113,7 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
 
 
 def _chosen(name: str, given: Given) -> Entries:
-    """Convert a file entry for a boolean from another version (CHOICES); others are returned unchanged."""
+    """Return a file's entry, or for a boolean of another version (CHOICES) the one that replaces it, or none."""
     value = (given.values or [""])[0].lower()
     if name not in CHOICES or value not in TRUE | FALSE:
         return [(name, given)]
@@ -145,7 +145,7 @@ def with_power(method: str, power: object) -> str:
 
 
 def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, E]:
-    """Replace the key `algo.kl_controller` from other versions with `algo.kl_target` in a file's entries.
+    """Return a file's entries without the key `algo.kl_controller` of other versions, which `algo.kl_target` replaces.
 
     adaptive: False if the KL coefficient is constant, which means no target. default: target if the file has none.
     """

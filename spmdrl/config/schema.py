@@ -220,7 +220,7 @@ class PolicyConfig:
     """FSDP: compile everything in the layers except attention with `torch.compile`, which takes a minute at startup.
     Models with experts or recurrent layers are refused."""
     share_prompts: bool = setting(True, free=Free.COMPUTED)
-    """Run a prompt that several samples of a group share only once through the forward and backward passes. Affects
+    """Run the prompt that the samples of a group share through the forward and backward passes only once. Affects
     speed and memory, but never the result."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
     """Where the parameters and optimizer states of all trained models are kept during rollout. `none`: on the device.
@@ -324,8 +324,8 @@ class RolloutConfig:
     nor by vLLM on a CPU."""
     sleep_level: Literal["auto", 0, 1, 2] = setting("auto", free=Free.DRAWN)
     """What an engine frees between rollouts. 0: nothing. 1: the KV cache; on a GPU, the weights are also moved to host
-    memory. 2: the KV cache and the weights, which must be sent again at every wake-up. `auto`: 1 on a CPU or if only
-    adapters are sent, otherwise 2."""
+    memory. 2: the KV cache and the weights; the weights must then be sent again at every wake-up. `auto`: 1 on a CPU
+    or if only adapters are sent, otherwise 2."""
     deterministic: bool = setting(False, free=Free.DRAWN)
     """Make each sample independent of the other sequences in its batch: vLLM and SGLang use batch-invariant kernels
     (GPUs only, slower), and the HF engine runs one sequence at a time."""

@@ -170,7 +170,7 @@ class Batch:
         return torch.repeat_interleave(x_B, self.lengths, output_size=self.n_tokens)
 
     def where(self, test: Callable[["Batch"], torch.Tensor]) -> torch.Tensor:
-        """Return the indices, int64 [m], where `test` of the host batch, bool [n], is True."""
+        """Return the indices, int64 [m], where the result of `test` for the host batch, bool [n], is True."""
         return to_device(torch.nonzero(test(self.host)).flatten(), self.device)
 
     def group_differs(self) -> torch.Tensor:

@@ -30,7 +30,7 @@ correctness needs this part."""
 def counts_as_right(score: float, parts: dict[str, float]) -> bool:
     """Return True if evaluations count an answer as correct, judged by its part `acc` if present, else by its score.
 
-    A nan score never counts as correct.
+    An answer whose score is nan never counts as correct, whatever its `acc`.
     """
     return not math.isnan(score) and bool(is_right(parts.get(ACCURACY, score)))
 

@@ -26,7 +26,8 @@ RESAMPLE = 0x5046
 class ReplayBuffer:
     """Draws a step's training episodes, including from earlier steps; policy filtration (PF-PPO) draws by reward.
 
-    Each rank stores the episodes that its engine sampled, but draws from those of all ranks.
+    Each rank stores the episodes that its engine sampled. Episodes are drawn from those of all ranks, and each rank
+    returns the drawn ones among its own.
     """
 
     def __init__(self, cfg: FilterConfig, prompts: int):

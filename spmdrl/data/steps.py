@@ -64,7 +64,7 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
 
 
 def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> list[int]:
-    """Return each token's end as a number of characters, or an empty list if its text depends on distant tokens.
+    """Return each token's end as a number of characters; empty if a token's text depends on distant tokens.
 
     Each token is decoded with only a few preceding tokens, so the cost is linear in the number of tokens.
     """

@@ -33,7 +33,7 @@ class Masked:
         return len(self.tokens)
 
     def first(self, count: int) -> "Masked":
-        """Truncate to the first `count` tokens and their columns; the sequence's numbers are kept."""
+        """Return the first `count` tokens with their columns, and all numbers of the sequence."""
         columns = {name: column[:count] for name, column in self.columns.items()}
         return Masked(self.tokens[:count], self.mask[:count], self.numbers, columns)
 

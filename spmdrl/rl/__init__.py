@@ -17,7 +17,7 @@ score.py         computes the inputs of the update: shaped rewards, old and refe
 reading.py       scores responses with a reward model, optionally per step or with several labels
 retokenize.py    re-encodes responses with the tokenizer of a reward model or a teacher
 update.py        updates all trained models
-online_preference.py  the learning method for online DPO, iterative SPPO and RAFT
+online_preference.py  the learning method on pairs of the policy's own samples, or the best ones alone (RAFT)
 teachers.py      renders the teachers' prompts, and runs teachers in the engine
 alignment.py     distillation from a teacher with another tokenizer
 distillation.py  the learning method for distillation: the teachers' logp, responses from the data set

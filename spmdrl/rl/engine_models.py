@@ -84,7 +84,7 @@ class EngineModels:
                 )
 
     def load(self, name: str, memory: Memory, role: str) -> int:
-        """Load a model into the engine if it is not loaded yet; return its version. Collective over the engine."""
+        """Load a model into the engine unless it is in there now; return its version. Collective over the engine."""
         assert memory.engine
         version = self.versions[name]
         if memory.engine.version != version:

@@ -18,7 +18,7 @@ COUNTS = (
 )
 """Names of the counters that an environment keeps during a rollout. episodes: episodes that ended without a failure;
 whole_turns and whole_calls: turns and tool calls in those episodes. seconds: total time spent on answers; idle: seconds
-that an engine spent waiting for answers."""
+in which an engine did nothing but wait for answers."""
 Place = tuple[int, int]
 """(position, sample): identifies an episode within a rollout."""
 

@@ -37,8 +37,8 @@ class Filling:
         self.advantage = ADVANTAGES.get(cfg.algo.advantage)
         """Properties of the advantage estimator, or None for a user-defined function."""
         self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
-        """True if the advantage compares the samples of a prompt, so that a sample is dropped when all others of its
-        prompt are."""
+        """True if prompts have several samples and the advantage compares them. A sample is then dropped if all others
+        of its prompt are."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
         """Number of carried groups, over all engines."""
@@ -50,7 +50,7 @@ class Filling:
         """Positions of the prompts kept on all ranks."""
         self.unbegun = self.rounds = self.version = 0
         self.why = ""
-        """Failure reason of the first episode that this rank dropped; empty if none was dropped."""
+        """First reason why an environment made this rank drop an episode; empty if none did."""
 
     @property
     def most_rounds(self) -> int:
@@ -202,7 +202,7 @@ def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn:
 
 
 def rewards_by_turn(episode: Episode) -> dict[int, float]:
-    """Return the nonzero per-turn rewards of an episode. The last turn includes the final reward."""
+    """Return turn -> reward of an episode, without rewards of 0. The last turn includes the final reward."""
     out = {episode.turns - 1: episode.reward - episode.turn_rewards}
     for segment in episode.segments:
         out[segment.turn] = out.get(segment.turn, 0.0) + segment.reward

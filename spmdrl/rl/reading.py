@@ -86,9 +86,9 @@ class Reading:
     tokenizer: Any
     """The policy's tokenizer."""
     rewriter: Rewriter | None
-    """Converts responses to the reward model's tokens, or None if it uses the policy's tokenizer."""
+    """Converts responses to the reward model's tokens, or None if it reads the policy's tokens."""
     prompts: dict[int, Prompt]
-    """Prompts by index, used only if the reward model has its own tokenizer."""
+    """Prompts by index, used only if the reward model does not read the policy's tokens."""
 
     @property
     def names(self) -> tuple[str, ...]:

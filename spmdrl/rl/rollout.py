@@ -40,8 +40,8 @@ class Rollout:
         `tally.reached`."""
         self.idle = 0.0
         """Seconds that the engine was idle because the rollout waited for environments."""
-        # An engine starts new groups only while it has less than an equal share of the requests in flight. Engines that
-        # finish early take more prompts.
+        # An engine starts new groups only while it has fewer requests in flight than its equal share of the rollout's
+        # requests. Engines that finish early take more prompts.
         self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
         self.fair += len(plan.carried) * plan.requests_per_prompt
         # Remote environments may be slow to open, so they are opened before the engine has a free slot for the episode.
@@ -54,7 +54,7 @@ class Rollout:
 
     @property
     def due(self) -> int:
-        """Number of episodes that wait for an observation."""
+        """Number of episodes whose next observation has not been processed yet."""
         return self.phases["opening"] + self.phases["answering"]
 
     def enter(self, episode: Episode, phase: str) -> None:

@@ -38,8 +38,8 @@ def teacher_prompts(
     Without a template, prompts are plain text. student: the student's prompts.
 
     Raises:
-        ValueError: the template cannot render a row, a column of the student's prompts is missing, or a prompt is too
-            long.
+        ValueError: the template cannot render a row, the teacher's prompts lack a column that the student's have, or a
+            prompt is too long.
     """
     wanted = {prompt.index for prompt in student.prompts}
     template = cfg.distill.teacher_template

@@ -18,7 +18,7 @@ _BY_ROW = 2 * 0x9E3779B1
 
 
 def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
-    """View a tensor's bytes as integers [n] of the widest dtype, int64 to uint8, whose size divides the byte count.
+    """Return a tensor's bytes as integers [n] of the widest dtype, int64 to uint8, whose size divides the byte count.
 
     widest: maximum integer size in bytes. The dtype depends only on the number of bytes, not on their address.
     """

@@ -22,7 +22,7 @@ from spmdrl.spmd.roles import AXES, axis_sizes, roles_of
 from spmdrl.spmd.world import World
 
 JOIN = timedelta(seconds=120)
-"""Minimum time that ranks wait for each other at startup; a longer `--run.timeout` takes precedence."""
+"""Time limit for all ranks to join at startup; a longer `--run.timeout` takes precedence."""
 LATER = timedelta(seconds=60)
 """Extra time after `--run.timeout` before NCCL aborts a job. `failure.watch` aborts it earlier and names the rank."""
 JOIN_POLL = 0.02

@@ -16,7 +16,7 @@ OUTSIDE = "192.0.2.1"
 
 
 def source_of(address: str) -> str:
-    """Return this node's IPv4 address on the route to `address`; sends nothing. Raises OSError if there is none."""
+    """Return this node's IPv4 address on the route to `address`; sends nothing. Raises OSError without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return probe.getsockname()[0]
@@ -33,7 +33,7 @@ def interface_with(address: str) -> str | None:
 def choose_interface(
     source: Callable[[str], str] = source_of, named: Callable[[str], str | None] = interface_with
 ) -> str:
-    """Set unset environment variables of NAMES to the interface that reaches the first node of a multi-node job.
+    """Set the variables in NAMES, unless they are set, to the interface that reaches a multi-node job's first node.
 
     Returns a log line, or an empty string on a single node or if there is no IPv4 route.
     Raises ValueError if there are routes, but none uses an interface that reaches another node.

@@ -31,7 +31,7 @@ class World:
     training_group: dist.ProcessGroup
     """Host-side group of the ranks that train; on other ranks, the group of those that do not."""
     role_group: dist.ProcessGroup
-    """Host-side group of the ranks with the same role: all ranks unless the placement is `split`."""
+    """Host-side group of the ranks with this rank's role: all ranks unless the placement is `split`."""
     mesh: DeviceMesh
     """Training axes, over the ranks that train."""
     rollout_mesh: DeviceMesh

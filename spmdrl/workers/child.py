@@ -31,7 +31,7 @@ class Child:
     selector: selectors.BaseSelector
     """Selector that watches the pipes; the `data` of each pipe's key is the child."""
     spawned: float
-    """Time (time.monotonic()) at which the process was started, or last started or finished loading a file."""
+    """Time (time.monotonic()) at which the process was started, or last began or finished loading a file."""
     ready: bool = False
     """True if the process has started and is not loading a file."""
     to_send: bytearray = field(default_factory=bytearray)
