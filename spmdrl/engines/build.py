@@ -99,7 +99,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
 
 
 def check_tp(cfg: Config, engine: str) -> None:
-    """Raise ValueError if a model's heads, or a dense model's MLPs, are not divisible by `--rollout.tp`."""
+    """Raise ValueError if `--rollout.tp` ranks cannot share a model's heads, or a dense model's MLPs, equally."""
     model, tp = model_config(cfg), cfg.rollout.tp
     if problem := tp_problem(model, engine, tp, cfg.model.path):
         raise ValueError(problem)
@@ -137,7 +137,7 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 without experts, or ep does not divide their number."""
+    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 for a dense model, or ep does not divide the experts."""
     rollout = cfg.rollout
     if rollout.ep == rollout.dp == 1:
         return

@@ -115,7 +115,7 @@ class Engine(Protocol):
         ...
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Return the device memory in use, in bytes, for the engine weights and the KV cache."""
+        """Return the device memory in use, in bytes, by owner: engine weights and KV cache."""
         ...
 
     def held_words(self) -> int | None:

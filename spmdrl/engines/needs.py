@@ -120,8 +120,8 @@ class Watch(TorchDispatchMode):
         self.into.append(into.untyped_storage().data_ptr() if into is not None else 0)
         if into is None:
             self.needs.exact = False
-        # Checksums are sums of 8-byte words. A part has none if it is not aligned to words, or if its adjacent elements
-        # are not adjacent in the model (GPT-2's weights are transposed).
+        # Checksums are sums of 8-byte words. A part has none if it does not start and end at a word boundary, or if its
+        # adjacent elements are not adjacent in the model (GPT-2's weights are transposed).
         elif (
             into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype or transposed(x, into)
         ):

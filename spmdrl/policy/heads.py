@@ -84,7 +84,7 @@ class Packed(nn.Module):
         return self.form == "tree" and rotary.alike(self.moving, lengths_B.tolist())
 
     def run(self, plan: ForwardPlan, noise: Noise | None = None, forwards: int = 0) -> tuple[torch.Tensor, HeadRows]:
-        """Run a packed batch; return hidden states [n, D] for this rank's tokens in the loss mask, and the tokens.
+        """Run a packed batch; return hidden states [n, D] for this rank's tokens in the loss mask, and their rows.
 
         noise: embedding noise, on the device; not supported with shared prompts. forwards: number of forward passes in
         the form `apart`, at least B. It must be the same on all ranks that shard the weights, because each forward pass

@@ -131,10 +131,10 @@ class Learner:
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
         """Implements `Policy.update`; steps whose loss or gradient is not finite are skipped.
 
-        Skipped steps are counted in the metric `updates_nonfinite` and excluded from the objective's statistics, and
+        Non-finite steps are counted in the metric `updates_nonfinite` and excluded from the objective's statistics, and
         the logged loss is nan. In float16, too large a loss scale can make the gradient infinite or nan. As long as the
-        scale can still be halved, such a step is skipped, counted in `updates_overflowed` instead, and the scale is
-        halved.
+        scale can still be halved, a step with such a gradient is skipped and counted in `updates_overflowed` instead,
+        and the scale is halved.
 
         Raises:
             NonFiniteError: on every rank, after `--optimizer.bad-steps` non-finite steps in a row.

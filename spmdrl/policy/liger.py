@@ -30,7 +30,7 @@ def remember(hf: Any, apply: Callable[[], None]) -> None:
 
 @contextmanager
 def without_liger(hf: Any) -> Iterator[bool]:
-    """Run a model without Liger inside this context, which yields True if the model was using Liger."""
+    """Run a model without Liger inside this context, which yields True if there was anything of Liger's to undo."""
     modules = vars(hf).get("without_liger", [])
     own = [(module, vars(module).get("forward")) for module, _ in modules]
     functions = {(name, key): getattr(sys.modules[name], key) for name, key in _ORIGINALS}

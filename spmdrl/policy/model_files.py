@@ -14,7 +14,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
 COPIED = "*processor_config.json"
-"""Files of a language model that are copied unchanged, because transformers cannot always write them."""
+"""Pattern of the files of a language model that are copied unchanged, because transformers cannot always write them."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
@@ -25,7 +25,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     reward model without a tokenizer gets the policy's tokenizer.
 
     config: the transformers config that the model was built from. dtype: dtype of the weights in the checkpoint. head:
-    a `contract.Head`; only `lm` models get a generation config.
+    a `contract.Head`; only `lm` models get a generation config and the files in `COPIED`.
 
     Raises:
         ValueError: transformers cannot write the config or the tokenizer.

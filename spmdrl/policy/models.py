@@ -246,7 +246,7 @@ def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callab
 
 
 def check_alike(model: Any, reference: Any) -> None:
-    """Raise ValueError unless a reference has the same architecture as the model, so that it can copy its weights."""
+    """Raise ValueError unless a reference has the model's architecture and so can take over the model's weights."""
     mine, theirs = ([(piece.name, piece.shape) for piece in each.pieces()] for each in (model, reference))
     if mine != theirs:
         odd = next((a or b for a, b in zip_longest(mine, theirs) if a != b), ("", ()))

@@ -40,7 +40,7 @@ LEAK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.fl
 """Limit on two numbers that would be 0 without rounding: the relative change in a token's state when other sequences
 change, and the fraction of a gradient that reaches other sequences."""
 ROUTED = 0.3
-"""Limit on the change in a token's state when other sequences change, for MoE models in 16-bit dtypes."""
+"""Limit on the relative change in a token's state when other sequences change, for MoE models in 16-bit dtypes."""
 NOT_FINITE = "numbers that are not finite: its weights hold such numbers or are too large for --model.dtype"
 
 
@@ -101,7 +101,7 @@ def ordinary_tokens(hf_config: Any) -> list[int]:
 
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Return the three random sequences, the same on every rank. turn: each value gives different tokens."""
+    """Return the three random sequences, the same on every rank. turn: another value changes every token."""
     ordinary = torch.tensor(ordinary_tokens(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)

@@ -93,7 +93,7 @@ def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
 def check_backend(policy: Any, name: str) -> float:
     """Compare packed sequences with single sequences, on a backend without a HF model. Collective.
 
-    Returns the maximum per-token difference between the two head outputs.
+    Returns the relative difference (`probe.difference`) between the head's outputs in the two cases.
 
     Raises:
         ValueError: the difference is too large to be explained by rounding.

@@ -225,7 +225,7 @@ class SGLangEngine:
         """Send one bucket to the engine's processes. Collective over the engine.
 
         Raises:
-            EngineDiedError: the engine process has exited. Raised on all ranks, except with `broadcast`.
+            EngineDiedError: the engine process has exited. With `broadcast`, only the first rank raises these errors.
             CorruptWeightsError: the bytes that the engine received differ from those sent.
         """
         if isinstance(self.transport, Broadcast):

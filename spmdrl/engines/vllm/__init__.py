@@ -1,4 +1,4 @@
-"""The vLLM engine, which runs inside the training processes.
+"""The vLLM engine, which runs inside the processes of the ranks.
 
 engine.py   implements the Engine contract
 start.py    starts vLLM inside a rank's process, even if other ranks have no engine

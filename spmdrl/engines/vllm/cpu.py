@@ -100,7 +100,7 @@ class Packed:
             inputs = packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, *args
             run(self, output, hidden_states, *inputs, **kwargs)
             if absent is not None and kwargs.get("apply_router_weight_on_input"):
-                # The kernel scales the input by the router weight, so it ignores the weights that were set to 0.
+                # vLLM has already scaled the input by the router weights, so the kernel ignores those set to 0 here.
                 output.masked_fill_(absent.all(1, keepdim=True), 0)
 
         CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None

@@ -1,4 +1,4 @@
-"""The Engine contract on vLLM: one engine per rollout TP group, inside the training processes, stepped explicitly.
+"""The Engine contract on vLLM: one engine per rollout TP group, inside the ranks' processes, stepped explicitly.
 
 This file uses vLLM's internals to access the model object, load weights in place and free the KV cache. Other files
 adapt its CPU build (`cpu.py`), its process groups (`start.py`) and its LoRA adapters (`lora.py`).

@@ -165,7 +165,7 @@ def _classes(
     """Return the length classes of nodes; a node without ancestors is treated as a complete sequence.
 
     below: spans (first token, number of tokens) of each node's trunk. starts, lengths: first token and number of tokens
-    of each node. exact: only put trunks of the same length into a class.
+    of each node. exact: whether all trunks in a class must have the same length.
     """
     alike_trunks = grouped if exact else alike
     trunks = [sum(n for _, n in spans) for spans in below]

@@ -2,9 +2,9 @@
 
 Shapes: T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens per rank, H query heads, K
 key-value heads, d head dimension. All ranks of the group have the same packed batch, and each one runs the transformer
-on one slice of it. Only attention needs every token: an all-to-all before attention gives each rank all T tokens for H
-/ R heads, and an all-to-all after it restores the slices. The outputs are combined at the end, so losses see the whole
-batch.
+on one slice of it. Only attention needs every token: an all-to-all before attention gives each rank all T tokens for
+H / R heads, and an all-to-all after it restores the slices. The outputs are combined at the end, so losses see the
+whole packed batch.
 """
 
 import math

@@ -67,7 +67,7 @@ def compile_layers(hf: Any, backend: str = "inductor") -> None:
     code, which works for any number of tokens. backend: a backend of `torch.compile`.
 
     Raises:
-        ValueError: the model has experts or recurrent layers, or torch.compile does not work in this process.
+        ValueError: the model has experts or recurrent layers, or compilation is disabled in this process.
     """
     import torch._dynamo
 

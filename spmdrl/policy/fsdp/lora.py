@@ -53,7 +53,7 @@ class BaseOf:
         return self.policy.output_head()
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Implements `Policy.bytes_by_owner`; returns nothing, because the policy counts these weights."""
+        """Implements `Policy.bytes_by_owner`; the result is empty, because the policy counts these weights."""
         return {}
 
     def offload(self, place: str, parameters: bool = True) -> None:

@@ -156,7 +156,7 @@ def _fill(tensor: torch.Tensor, names: list[str], sources: Sources, seed: int) -
         return
     sources.copy(present[0], box, mine)
     for other in present[1:]:
-        # A folder can contain a tied weight under several names, with the same values.
+        # A folder can contain a tied weight under several names; the values must be the same.
         if any(sources.tensors.differs(name, box, mine) for name in sources.read_from(other)):
             raise ValueError(
                 f"{sources.tensors.folder}: config.json ties {other} to {present[0]}, but the folder has different "

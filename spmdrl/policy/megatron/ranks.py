@@ -33,7 +33,7 @@ _group: dist.ProcessGroup | None = None
 
 
 def group() -> dist.ProcessGroup | None:
-    """Return the host-side process group of the ranks with Megatron models, or None if all ranks have one."""
+    """Return the host-side process group of the ranks with Megatron models, or None if all ranks have them."""
     return _group
 
 

@@ -180,7 +180,7 @@ def mean_loss(models: list[Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def move_biases(models: list[Any], rate: float) -> None:
-    """Increase the biases of experts with fewer tokens than this step's mean by `rate`; decrease those with more.
+    """Increase by `rate` the biases of experts with fewer tokens than this step's mean; decrease those with more.
 
     Source: https://arxiv.org/abs/2408.15664. The result only depends on token counts, not on the layout. Collective.
     """

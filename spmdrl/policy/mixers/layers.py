@@ -53,7 +53,7 @@ class RowClass:
     sequences: int
     """Number of rows, B."""
     read: torch.Tensor
-    """int64 [n]: slots whose outputs are used, excluding tokens whose output an earlier row provides."""
+    """int64 [n]: slots whose outputs are used: neither padding nor tokens whose output an earlier row provides."""
     tokens: torch.Tensor
     """int64 [n]: packed index of the token in each slot in `read`."""
     starts: torch.Tensor | None

@@ -1,9 +1,9 @@
 """Runs rotary embeddings with length-dependent frequencies over packed batches.
 
 transformers picks the frequencies once per forward pass, based on the largest position. `longrope` has one set of
-frequencies up to the original context length and another one beyond it; `dynamic` recomputes frequencies for every
-length. Here, each sequence in a packed batch gets the frequencies that it would get on its own. Sequences with
-different frequencies cannot share a prefix, because its hidden states would differ.
+frequencies up to the original context length and another one beyond it; `dynamic` has different frequencies for every
+length beyond it. Here, each sequence in a packed batch gets the frequencies that it would get on its own. Sequences
+with different frequencies cannot share a prefix, because its hidden states would differ.
 """
 
 from dataclasses import dataclass

@@ -91,7 +91,7 @@ class DistillObjective(TokenObjective):
         temperature: float,
         peers: Peers,
     ):
-        """teachers: name -> output head, or None for top-k targets. temperature: applied to all logits."""
+        """teachers: name -> output head, or None for top-k targets. temperature: divisor of all logits."""
         self.cfg, self.reader, self.teachers, self.peers = cfg, reader, teachers, peers
         self.temperature = temperature
         columns = {f"token/{column}" for name in teachers for column in reader.names(name)}

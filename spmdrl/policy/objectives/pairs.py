@@ -18,7 +18,7 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Sample numbers from here on mark responses that KTO pairs with the prompt of another response; not trained on."""
+"""Responses with this or a higher sample number are not trained on: KTO gives them another response's prompt."""
 
 
 @dataclass
@@ -166,7 +166,7 @@ class LabelledObjective(Objective):
     def _shift(self, share: Batch, index: int) -> float:
         """Return the reference point of the loss, or 0 if the loss has none.
 
-        For KTO, this is the mean log-ratio of mismatched responses, clamped at 0; for BCO, the mean reward.
+        For KTO, this is the mean log-ratio of mismatched responses, or 0 if negative; for BCO, the mean reward.
         """
         source = LOSSES[self.loss_name].shift
         if not source:

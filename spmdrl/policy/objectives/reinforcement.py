@@ -45,7 +45,7 @@ class PolicyObjective(Objective):
     """Trains the policy with an `Algorithm`: ratio loss, KL, entropy bonus, rollout correction."""
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
-        """peers: the data-parallel ranks. start: `policy.updates_done` at the start of the update; None for now."""
+        """peers: the data-parallel ranks. start: `policy.updates_done` when the update starts; None if now."""
         self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
@@ -179,7 +179,7 @@ class PolicyObjective(Objective):
         return loss, stats
 
     def weights(self, trainer_T, rollout_T, mask_T, seq_T, episodes: int) -> torch.Tensor | None:
-        """Return the importance weights [T] for rollout correction, or None if it is off."""
+        """Return the weights [T] of rollout correction, 0 for rejected sequences, or None if the settings need none."""
         limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":

@@ -184,7 +184,7 @@ class Server:
         self.check(await self.tokenizer_manager.update_weights_from_tensor(request, None))
 
     async def join(self, host: str, port: int, backend: str) -> None:
-        """Join the process group over which the spmdrl rank broadcasts weights, as rank 0 of the group."""
+        """Join the process group over which the spmdrl rank, which is rank 0 of the group, broadcasts weights."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         request = InitWeightsUpdateGroupReqInput(

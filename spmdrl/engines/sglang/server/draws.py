@@ -35,7 +35,7 @@ def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[
     A greedy row (temperature 0) takes the most likely token, with logp at temperature 1. Other rows draw by inverse
     transform sampling at their temperature, within top_p.
 
-    info: SGLang's SamplingBatchInfo. Only its host-side flags are read, so there is no device synchronization.
+    info: SGLang's SamplingBatchInfo. Branches depend only on its host-side flags, to avoid device synchronization.
     """
     logp_BV = torch.log_softmax(logits_BV.float() / info.temperatures, -1)
     greedy_B = info.top_ks == 1
