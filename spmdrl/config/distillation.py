@@ -55,8 +55,9 @@ class DistillSection(DivergenceConfig):
     (https://arxiv.org/abs/2402.12030). `gold`: the divergence for tokens in both vocabularies, and `uld` for the
     others. `off`: both models use the same tokens."""
     merge: Literal["first", "last"] = setting("first", only_with=lambda c: c.distill.align != "off")
-    """Distribution used for a span of several tokens. `first`: the one at its first token, times the probabilities of
-    the later tokens. `last`: the one at its last token, times the probabilities of the earlier tokens."""
+    """Distribution used for a span of several tokens. `first`: the distribution at its first token, times the
+    probabilities of the later tokens. `last`: the distribution at its last token, times the probabilities of the
+    earlier tokens."""
 
 
 @dataclass(frozen=True)

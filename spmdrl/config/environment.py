@@ -64,7 +64,7 @@ class EnvironmentConfig:
     """Memory limit in MiB for each environment process. 0: no limit."""
     python: str = setting("", free=Free.LIMIT)
     """Python interpreter for the environment processes, for environments whose packages conflict with the run's. It
-    needs PyYAML and the environment's packages. Empty: the run's interpreter."""
+    needs PyYAML and the environment's packages. If empty, the run's own interpreter is used."""
 
 
 DECIDE = tuple(each.name for each in fields(EnvironmentConfig) if not each.metadata.get("free"))

@@ -415,8 +415,9 @@ class RewardConfig:
     count the sample in `reward/timeouts`. `auto`: `error` for functions in files, otherwise `zero`. If the killed call
     was running a program's tests, its sample is always omitted (`max_ungraded`)."""
     max_ungraded: float = setting(0.05, UNIT, free=Free.LIMIT)
-    """Maximum fraction of a step's samples without a score, because the tests in their rows cannot be read, or the
-    sandbox or the judge failed repeatedly. These samples are omitted; if there are more, the job ends."""
+    """Maximum fraction of a step's samples that may go unscored, whether because the tests in their rows cannot be
+    parsed or because the sandbox or the judge failed repeatedly. Such samples are dropped; if there are more, the job
+    ends."""
     model: str = setting("", only_with=lambda c: c.is_evaluated or c.learns_from_rewards)
     """Reward model whose score is added to the reward: an HF sequence classifier with one label, in any form that
     `--model.path` accepts, or `rm.yaml`, a file that describes a model with several labels, its own tokenizer or step

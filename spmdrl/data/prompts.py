@@ -250,7 +250,7 @@ def refused_line(refused: list[str]) -> str:
 
 
 def _content(prompt: object) -> str | list:
-    """Return a row's prompt: text, or messages without the keys that a table filled with None."""
+    """Return a row's prompt: text, or messages without the None-valued keys that the table format added."""
     prompt = listed(prompt)
     if isinstance(prompt, list):
         if not all(isinstance(m, dict) for m in prompt):

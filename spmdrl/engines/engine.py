@@ -31,7 +31,7 @@ class StaleEngineError(RuntimeError):
 
 @dataclass
 class Request:
-    """One sample to draw. Its seed depends only on data, so every engine of a run would draw the same one (law 3)."""
+    """One sample to draw. Its seed depends only on the data, so all engines would draw the same sample (law 3)."""
 
     key: Key
     prompt: list[int]

@@ -30,7 +30,7 @@ def is_trl(kind: type) -> bool:
     if not inspect.isfunction(reset) or "row" in inspect.signature(reset).parameters:
         return False
     if list(inspect.signature(reset).parameters)[2:] == ["seed"] and inspect.isfunction(getattr(kind, "reward", None)):
-        return False  # in TRL `reward` is not a method, so `reset` is reset(row, seed) with another name for the row
+        return False  # TRL's classes have no method `reward`, so this is a class of ours that names `row` differently
     step = getattr(kind, "step", None)
     takes_message = step is not None and "message" in inspect.signature(step).parameters
     return not takes_message and not hasattr(kind, "restore")

@@ -39,7 +39,7 @@ class Place:
 
 
 def key_of(beat: dict, age: Age) -> tuple[str, bool]:
-    """Return a rank's place, and True if it is silent; silent ranks share one empty place."""
+    """Return where a rank's program is, and True if the rank has stopped reporting; the place is then empty."""
     silent = age(beat) > STALE
     return "" if silent else beat["place"], silent
 

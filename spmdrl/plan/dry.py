@@ -118,7 +118,7 @@ def device_of(name: str, memory: int, count: int) -> Gpu:
 
 
 def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
-    """Return lines about the first rows of `--data.train` and `--data.eval`, and the errors of unusable sources.
+    """Return a summary of the first rows of `--data.train` and `--data.eval`, and an error per unusable source.
 
     train: False for an evaluation, which does not read `--data.train`. Nothing is downloaded; each hub model or data
     set that is not in the local cache is reported in a line.

@@ -175,7 +175,7 @@ def _optimizers(paper: Paper) -> None:
 
 
 class Tape:
-    """Replaces the copy of offloaded storages on the host or on disk; keeps only its size."""
+    """Stands for the host or disk copy of offloaded storages, and records only its size."""
 
     def __init__(self, paper: Paper, place: str, total: int):
         self.paper, self.place, self.total = paper, place, total

@@ -25,7 +25,7 @@ def worst_over_ranks(policy: Any, found: Found) -> Found:
 
 
 def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -> None:
-    """Check a model and switch it to the fastest correct form. Collective.
+    """Check a model and switch it to the fastest `Form` that gives correct results. Collective.
 
     role: role of the model in the job, for messages. name: the model-path flag and its value, for messages. say:
     callback that prints the result.

@@ -19,8 +19,8 @@ class RewardInput:
 
     data_source: str
     solution: str
-    """Response text without the prompt, which built-in rewards grade. If `--data.prefill` opens an answer, as `#### `
-    does, the text starts with the prefill from that marker on."""
+    """Response text, excluding the prompt; built-in rewards grade this text. If `--data.prefill` opens an answer, as
+    `#### ` does, the text starts with the prefill from that marker on."""
     ground_truth: object
     extra: dict = field(default_factory=dict)
     prompt: str | list = ""
@@ -55,8 +55,8 @@ class Reward:
     score: float
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
-    """True if grading timed out. The score is then 0 and there are no parts; parts that other samples have count as 0
-    for this sample. In a combined reward, the other rewards still count."""
+    """True if grading timed out. The score is then 0 without parts, and any part that other samples report is taken
+    as 0 for this one. In a combined reward, the other rewards still count."""
     applies: bool = True
     """False if the function does not apply to this row (a TRL-style function returned None); the score is then 0."""
     ungraded: str = ""

@@ -123,7 +123,7 @@ class OnFirstRank(Environment):
 
 
 def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Place, Observation]]:
-    """Return the observations of the engine's first rank on all of its ranks. Collective over the engine.
+    """Broadcast the observations from the engine's first rank to all ranks of the engine, and return them. Collective.
 
     Tokens are broadcast as a tensor; rewards, reward parts and failure messages as text.
     """

@@ -148,7 +148,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     sample.
 
     Raises:
-        AbandonedError: a rollout without `plan.keeps_graded` was interrupted. Every rank that samples raises it.
+        AbandonedError: a rollout without `plan.keeps_graded` was interrupted. Raised on every sampling rank.
     """
     world, cfg = sampler.world, sampler.cfg
     # The rollout gets its own timer, because its time is reported as evaluation time.

@@ -207,7 +207,7 @@ def request_key(episode: Episode) -> Key:
 
 
 def shares(enough: int, groups: list[int]) -> list[int]:
-    """Divide `enough` groups among engines in proportion to the number of groups that each engine has.
+    """Divide a number of groups, `enough`, among the engines in proportion to the groups that each one has.
 
     The shares add up to `enough`, or to the number of groups if that is smaller. No share exceeds the engine's groups.
     """

@@ -58,7 +58,7 @@ class Sampler:
         """Return this step's experience. Unless it was sampled in advance, sample it with weight version `version`.
 
         Raises:
-            AbandonedError: sampling was interrupted. Every rank that samples raises it.
+            AbandonedError: sampling was interrupted. Raised on every sampling rank.
         """
         if not self.ready:
             self._next(version)
@@ -89,7 +89,7 @@ class Sampler:
                 (`Experience.carried`).
 
         Raises:
-            AbandonedError: sampling was interrupted. Every rank that samples raises it.
+            AbandonedError: sampling was interrupted. Raised on every sampling rank.
             ValueError: `--filter.max-rounds` rollouts did not fill the step; the message states the acceptance rate.
         """
         filling = Filling(self.cfg, self.world, self.keep, step, carried)

@@ -29,7 +29,7 @@ NAMES = ("step", "model", "share", "updates_done", "on_policy", "algorithm")
 
 
 class Spikes:
-    """Saves the optimizer steps that a gradient guard reports as anomalous, on every rank that trains."""
+    """Saves the inputs of each optimizer step that a gradient guard flags as anomalous, on every training rank."""
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class EngineTeachers:
         self.models.check_policy(run.models.policy)
 
     def read(self, batch: Batch, reader: TargetReader, shares: dict[str, torch.Tensor]) -> None:
-        """Add the columns of all teachers to a batch that this rank sampled. Collective over the engine.
+        """Add the columns of all teachers to a batch that this rank sampled. All ranks of the engine must call this.
 
         shares: weight of each teacher for each sequence. A teacher skips sequences for which its weight is 0.
         """

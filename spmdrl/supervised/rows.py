@@ -199,7 +199,7 @@ class Rows:
     def _check_kept(self, last: bool) -> None:
         """Raise ValueError if no row so far could be trained on, so that an untrained model is never saved.
 
-        The check starts after FEW rows, or all rows of a smaller dataset, and is also done at the last step.
+        The check runs once `FEW` rows (or all rows of a smaller dataset) have been read, and again at the last step.
         """
         rows = self.totals["rows"]
         if not self.totals["kept"] and (last or rows >= min(self.mixture.rows or FEW, FEW)):

@@ -38,7 +38,7 @@ class Bucket:
     own: Regions = field(default_factory=list)
     """Pairs (index of this rank's piece, region) for the regions that this rank both holds and needs."""
     send: list[tuple[list[int], Regions]] = field(default_factory=list)
-    """Messages to send: (receiving ranks, pairs (index of this rank's piece, region) in the message)."""
+    """Messages to send, each a tuple (destination ranks, list of (local piece index, region))."""
     receive: dict[int, Regions] = field(default_factory=dict)
     """Sending rank -> pairs (tensor index, region) in its message."""
 

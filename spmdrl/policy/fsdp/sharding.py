@@ -36,7 +36,7 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, w
     )
     for layer in decoder_layers(model.hf) if way != "whole" else ():
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=way == "layers")
-    # FSDP must not cast the root inputs, which include the columns of a loss (old_logp, advantages, ...).
+    # FSDP must not cast the root inputs, which include the loss's per-token inputs (old_logp, advantages, ...).
     fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
     for further in ("states", "plain", "off"):
         register_fsdp_forward_method(model, further)
