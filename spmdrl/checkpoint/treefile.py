@@ -22,8 +22,8 @@ KEY = "spmdrl_tree"
 def write(path: Path, tree: Any) -> None:
     """Write `tree` to `path` atomically.
 
-    Tensors may be on any device. `read` returns them on the CPU, detached and without shared memory. Raises TypeError
-    for values of unsupported types; the message gives their location in the tree.
+    Tensors may be on any device. `read` returns them on the CPU, detached, and no two of them share memory. Raises
+    TypeError for a value of an unsupported type; the message says where in the tree the value is.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_packed(tree, tensors, "tree"), separators=(",", ":"))

@@ -53,7 +53,7 @@ class EnvInstance:
     def __init__(
         self, environment: Any, row: dict[str, Any], settings: PoolSettings, limits: Limits, begins: Callable[..., None]
     ):
-        """Wrap a row's environment. begins: called when a function starts (see `Limits.run`); set by each request."""
+        """Wrap a row's environment. begins: called when a function starts (`Limits.run`); each request replaces it."""
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)

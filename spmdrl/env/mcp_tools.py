@@ -66,7 +66,7 @@ class Mcp:
                 no per-conversation state.
             timeout: time limit per call, in seconds.
             connect: time limit in seconds for a server to start and list its tools. A process starts at most four
-                servers at the same time; the wait in this queue does not count.
+                servers at the same time; the time that a server waits for its turn does not count.
         """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         if bool(words) == bool(url):

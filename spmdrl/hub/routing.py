@@ -3,8 +3,8 @@ https://arxiv.org/abs/2510.11370).
 
 A router's choice of experts is discrete: it can differ between engine and trainer due to rounding, or after an update,
 and each difference distorts the probability ratio (https://arxiv.org/abs/2507.18071). Routing replay records the choice
-when a token is sampled and repeats it in training. The router weights of the chosen experts are still computed by the
-trainer's router with the model's own formula, so the gradient is complete.
+when a token is sampled and repeats it in training. The weights with which the outputs of the chosen experts are summed
+are still computed by the trainer's router with the model's own formula, so the gradient is complete.
 
 Routers in transformers choose experts with one `topk` call, whether they use softmax or sigmoid, bias, groups or
 normalization. Choices are recorded and replaced at that call.

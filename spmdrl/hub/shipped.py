@@ -1,7 +1,7 @@
 """Configs of published models in this repository, for planning jobs on machines without the models' weights.
 
-`configs/models/<name>/config.json` has values from the published files, but no weights or tokenizer, so it cannot be
-trained from (`configs/models/README.md`).
+`configs/models/<name>/config.json` has values from the published files. The folder has no weights or tokenizer, so no
+model can be trained from it (`configs/models/README.md`).
 """
 
 from pathlib import Path

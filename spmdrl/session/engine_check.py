@@ -25,7 +25,7 @@ from spmdrl.spmd.world import World
 log = logging.getLogger("spmdrl")
 
 ROWS = ((5, 8), (9, 4), (9, 7), (14, 8))
-"""(prompt tokens, response tokens) of each row of the batch."""
+"""(number of prompt tokens, number of response tokens) for each row of the batch."""
 BEGUN = 2
 """Number of rows that the engine starts with; the others join the batch one step later."""
 CHECKED = 0xE6C  # seed constant that keeps the check's random draws distinct from all others

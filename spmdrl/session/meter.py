@@ -18,8 +18,8 @@ class Meter:
         """Return the bytes in use now, and the peak since the last call.
 
         On a CPU, this is the resident memory of the process, including Python and its libraries. On a GPU, it is the
-        device's used memory, which excludes torch's unused cache and includes the CUDA context, CUDA graphs, NCCL
-        buffers and other processes.
+        device's used memory minus torch's unused cache, so it includes the CUDA context, CUDA graphs, NCCL buffers and
+        other processes.
         """
         if self.device.type == "cuda":
             return self._cuda()
@@ -36,7 +36,7 @@ class Meter:
         return now, max(now, peak)
 
     def _cuda(self) -> tuple[int, int]:
-        """Measure a GPU. The peak is the device's memory in use at the last call plus the growth of torch's peak.
+        """Measure a GPU. The peak is the memory in use at the last call plus the growth of torch's peak since then.
 
         vLLM's sleep mode unmaps memory that torch still counts as allocated, so torch's absolute numbers are too large.
         Their growth since the last call is correct, because sleeping and waking do not change them.

@@ -85,7 +85,7 @@ class Transfer:
         """Create the transfer. policy: None on ranks that do not train. engine: None on ranks that do not sample.
 
         dtype: dtype of the engine's weights. bucket_bytes: maximum bucket size in bytes. parts: the parts of a policy
-        that the engine needs. All but the last are sent only if an engine has no weights yet.
+        that the engine needs. All but the last are sent only if an engine holds no valid weights.
         """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
         self.bucket_bytes, self.parts = bucket_bytes, parts

@@ -36,11 +36,11 @@ def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
 
 
 def with_steps(cfg: C, mixture: Mixture) -> C:
-    """Return the settings, with `--run.steps` 0 replaced by the number of steps in `--data.epochs`.
+    """Return the settings; if `--run.steps` is 0, it is replaced by the number of steps for `--data.epochs`.
 
     Raises:
-        ValueError: the number of rows is unknown; or `--checkpoint.best` is set, but no evaluation before the last step
-            measures a saved checkpoint.
+        ValueError: the number of rows is unknown; or `--checkpoint.best` names an evaluation metric, but no evaluation
+            before the last step measures a saved checkpoint.
     """
     if cfg.run.steps:
         return cfg

@@ -29,7 +29,7 @@ Placed = list[tuple[int, int, Masked]]
 STRIDE = 0x9E3779B1
 """Multiplier of a token's position in its noise seed, so that the seeds of neighbours differ in many bits."""
 FEW = 1000
-"""The fraction of rejected rows is taken over at least this many rows, or over all rows of a smaller dataset."""
+"""The fraction of rejected rows is computed as if at least this many rows, or all of a smaller dataset, were read."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
 """Names of a step's counts, in the order of the tensor that is reduced over ranks."""
 NAMED = ("truncated", "dropped", "unanswered")
@@ -145,7 +145,7 @@ class Step:
 
 
 class Rows:
-    """Draws and encodes the rows of each step. A thread prefetches and encodes the rows of the next step."""
+    """Draws and encodes the rows of each step. A thread reads and encodes the next step's rows in advance."""
 
     def __init__(
         self, cfg: SupervisedConfig, world: World, mixture: Mixture, encoder: Encode, known: Precomputed | None = None
@@ -191,7 +191,7 @@ class Rows:
 
     def _check_refused(self, mine: Step) -> None:
         allowed = self.cfg.data.max_refused
-        # A fraction of only a few rows is noisy, so it is taken over at least FEW rows, or over all if there are fewer.
+        # A fraction of only a few rows is noisy, so the denominator is at least FEW, or the size of a smaller dataset.
         judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
         if self.totals["refused"] > allowed * judged:
             raise too_many_refused(self.totals["refused"], self.totals["rows"], allowed, mine.refused, self.world)

@@ -30,7 +30,7 @@ from spmdrl.supervised.rows import Encode, encoded, too_many_refused
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
 STEPS = 4
-"""Values are computed for this many steps' rows at a time, but at least one row per rank."""
+"""Values are computed for the rows of this many steps at a time, but for at least one row per rank."""
 FULL = 256 * 2**20
 """Values are written to a file once they take up this many bytes of memory."""
 
