@@ -228,11 +228,16 @@ def save(path: str | None, facts: dict, rows: list[dict]) -> None:
     write(path, facts, rows=rows)
 
 
-def each_shape(shapes: list[tuple], args: argparse.Namespace, facts: dict, jobs_of: Any, bare_of: Any, dtype: Any):
-    """Measure shape after shape; yield each with its rows. jobs_of, bare_of: functions of shape, device and dtype."""
+def each_shape(
+    shapes: list[tuple], args: argparse.Namespace, path: str | None, facts: dict, jobs_of: Any, bare_of: Any, dtype: Any
+):
+    """Measure shape after shape, save the rows so far in `path`, and yield each shape with its rows.
+
+    facts: those of `facts_of` for the same path. jobs_of, bare_of: functions of shape, device and dtype.
+    """
     rows: list[dict] = []
     for shape in shapes:
-        keep = partial(lambda done, part: save(args.json, facts, done + part), list(rows))
+        keep = partial(lambda done, part: save(path, facts, done + part), list(rows))
         jobs, bare = jobs_of(shape, args.device, dtype), bare_of(shape, args.device, dtype)
         part = measure(jobs, args.device, args.seconds, bare, keep)
         del jobs, bare

@@ -155,7 +155,8 @@ def main() -> None:
     field = [c for c in field if c.name not in facts["left_out"]]
     rows = []
     shapes = args.shapes or SHAPES[device + (" quick" if args.quick else "")]
-    for shape, part in each_shape(shapes, args, facts, partial(jobs_of, field=field), bare_copy, dtype):
+    jobs = partial(jobs_of, field=field)
+    for shape, part in each_shape(shapes, args, args.json, facts, jobs, bare_copy, dtype):
         rows += part
         show(part, "TV")
         if device == "cuda" and shape == TARGET:

@@ -147,7 +147,8 @@ def main() -> None:
     field = [c for c in field if c.name not in wrong]
     rows = []
     shapes = args.shapes or SHAPES[device + (" quick" if args.quick else "")]
-    for shape, part in each_shape(shapes, args, facts, partial(jobs_of, field=field), bare_matmul, dtype):
+    jobs = partial(jobs_of, field=field)
+    for shape, part in each_shape(shapes, args, args.json, facts, jobs, bare_matmul, dtype):
         rows += part
         show(part, "TDV")
         if device == "cuda" and shape in (TARGET, NARROW):

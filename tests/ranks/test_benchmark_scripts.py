@@ -169,7 +169,7 @@ def test_benchmarks_that_claim_a_gpu_and_run_on_a_cpu_end_at_once(tmp_path):
 def test_benchmark_results_are_written_with_their_device(file):
     """A script that takes `--json` hands the file to the functions that name and check the device, and to no other."""
     tree = ast.parse((ROOT / file).read_text())
-    taken = {"measured_on", "save", "write", "facts_of", "pushes"}
+    taken = {"measured_on", "save", "write", "facts_of", "each_shape", "pushes"}
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "json"]
     uses = [node for node in uses if isinstance(node.value, ast.Name) and node.value.id in ("args", "own")]
