@@ -139,8 +139,8 @@ def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
 
         A of the best sample of a group = (best - second best) / (std of the group + eps), all others 0
 
-    With `std` False, A is not divided by the std. If several samples tie for the best reward, A is 0 for the whole
-    group.
+    With `std` False, A is not divided by the std. If two or more samples tie for the best reward, A is 0 for the
+    whole group.
 
     A is 0 in a group of one, or if all rewards of the group are equal.
     """

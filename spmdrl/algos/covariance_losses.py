@@ -40,8 +40,8 @@ def kl_cov(x: LossInputs, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> L
         covariance of a token = (A - mean A) (logp - mean logp), means over the optimizer step's tokens on all ranks
         loss = -A r + kl_coef |logp - old_logp| at the selected tokens; -A r elsewhere
 
-    The selected tokens are the fraction `cov_ratio` of all tokens with the largest covariance: at least one token,
-    unless `cov_ratio` is 0.
+    The tokens with the largest covariance are selected: a fraction `cov_ratio` of all tokens, and at least one unless
+    `cov_ratio` is 0.
 
     Also reports `selected_fraction`.
     """
@@ -74,7 +74,7 @@ def clip_cov(
     is the fraction `cov_ratio` of all tokens (at least one, unless `cov_ratio` is 0), or all candidates if there are
     fewer. See `kl_cov` for the covariance. Whether a token is drawn does not depend on which rank holds it.
 
-    Also reports `selected_fraction`. `clip_fraction` is the fraction of tokens for which PPO's clip is active.
+    Also reports `selected_fraction`. `clip_fraction` is the fraction of tokens whose PPO loss the clip decides.
     """
     selected = _selected(x, "clip_cov")
     check_share(cov_ratio)

@@ -178,8 +178,8 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     fp64 numbers per sampled token of all ranks.
 
     At a time step that only one sample reaches, the baseline is 0, because with its own return as the baseline, A would
-    always be 0. In a group of one, A is `G_t`. At a time step that several samples of a group reach, A is 0 (up to
-    `eps`) if their `G_t` are equal.
+    always be 0. In a group of one, A is `G_t`. At a time step that two or more samples of a group reach, A is 0 (up
+    to `eps`) if their `G_t` are equal.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]

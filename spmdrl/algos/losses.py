@@ -45,8 +45,8 @@ class Loss:
 def own_loss(function: Callable[..., LossResult]) -> Loss:
     """Wrap a user-defined function in a `Loss`.
 
-    The scope is `token` if the function has a true attribute `token_separable` or is a built-in loss with that scope,
-    and `sequence` otherwise.
+    The scope is `token` if the function's attribute `token_separable` is True, or if the function is a built-in loss
+    with that scope. Otherwise the scope is `sequence`.
     """
     built_in = any(loss.function is function and loss.scope == "token" for loss in LOSSES.values())
     separable = built_in or getattr(function, "token_separable", False)

@@ -68,7 +68,7 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Los
     log ratios, not ratios. The loss is multiplied by the geometric mean of the importance weights, so a single token
     with weight 0 removes the whole sequence.
 
-    The stat `ratio` is the geometric-mean token ratio after clipping.
+    The stat `ratio` is the geometric mean of the sequence's clipped token ratios.
     """
     check_clip(clip_low, clip_high)
     advantages = masked(x.advantages, x.mask)

@@ -3,7 +3,7 @@
 A loss is `f(x: LossInputs, **settings) -> (loss_T, stats)`. loss_T is not aggregated yet (see
 `aggregate.token_weights`). stats is a dict of detached tensors [T] that are 0 where the mask is False, so the mean of a
 stat is its sum divided by the number of unmasked tokens. Common stats: `ratio` = exp(logp - old_logp); `old_kl` =
-old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip is active.
+old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decides the loss.
 
 Log ratios are clamped to +-20 before exp. Losses are multiplied by `x.weights`, if given. A setting that is out of
 range raises a ValueError that names it. In formulas, `r` is the ratio of a token, `A` its advantage, and `sg` stops the
@@ -38,7 +38,7 @@ def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_cl
     Setting `clip_high` above `clip_low` gives DAPO's clip-higher (https://arxiv.org/abs/2503.14476). `dual_clip` is the
     bound from https://arxiv.org/abs/1912.09729; 3 is typical, and None means no bound.
 
-    Also reports `dual_clip_fraction` (with `dual_clip`): the fraction of tokens for which the dual clip is active.
+    Also reports `dual_clip_fraction` (with `dual_clip`): the fraction of tokens whose loss the dual clip decides.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     if dual_clip is not None and not dual_clip > 1:

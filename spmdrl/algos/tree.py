@@ -94,8 +94,8 @@ def chain(seq_n: torch.Tensor) -> torch.Tensor:
 
 def depths(after_n: torch.Tensor) -> torch.Tensor:
     """Return the number of rows before each row on its path, int64 [n]."""
-    # Rows that follow the row directly before them form runs. There are few runs, so only the first row of each run is
-    # followed towards the root.
+    # Rows that follow the row directly before them form runs. There are few runs, so it is fast to follow only the
+    # first row of each run towards the root.
     rows_n = torch.arange(len(after_n))
     first_n = after_n != rows_n - 1
     first_n[:1] = True

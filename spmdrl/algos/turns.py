@@ -28,8 +28,8 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
     because the return of a later turn depends on this turn. With one turn per sample, this equals `rloo`. If the data
     has no turns, every run of sampled tokens is a turn.
 
-    A is `G_n` in a group of one, and at a depth that no other sample reaches. If several samples of a group reach a
-    depth and all returns at this depth are equal, A is exactly 0.
+    A is `G_n` in a group of one, and at a depth that no other sample reaches. If two or more samples of a group reach
+    a depth and all returns at this depth are equal, A is exactly 0.
     """
     turns = Turns.of(x)
     return_n, depth_n = _returns(x, turns, gamma), depths(turns.after_n)

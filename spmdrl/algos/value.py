@@ -28,7 +28,7 @@ def value_loss(
 
     values_T: v, with gradient. old_values_T: old, the critic's values at the start of the step. returns_T: R, the
     targets. clip: clip range > 0, or None for the unclipped squared error. Stats (detached [T]): `value_clip_fraction`,
-    1 where the clip is active; `value_error`, v - R.
+    1 where the clip decides the loss; `value_error`, v - R.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"the value clip must be above 0, or None for off, got {clip}")

@@ -65,7 +65,9 @@ class Everyone:
         return Sets(sets, of)
 
     def _alike(self) -> tuple[np.ndarray, list[int]]:
-        """Group tensors whose names differ only in the layer index, because an engine shards them identically.
+        """Group tensors of equal shape whose names differ only in the layer index, because an engine shards them alike.
+
+        Layers that the engine skips (multi-token prediction) are grouped separately.
 
         Return the group index of each tensor, int64 [tensors], and the index of the first tensor in each group.
         """

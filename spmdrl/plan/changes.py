@@ -82,7 +82,7 @@ def _one(name: str, value: Any, frees: frozenset[str]) -> Change:
 
 
 def _memory(cfg: Config) -> list[Change]:
-    """Return changes to policy settings that trade speed for memory."""
+    """Return changes to policy settings that trade speed for memory, or memory for speed."""
     policy, longest = cfg.policy, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     out = []
     if policy.offload == "none":

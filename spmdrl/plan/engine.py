@@ -160,7 +160,7 @@ class PaperEngine:
 
 
 def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
-    """Return a function that maps a rank within an engine to a copy of a sleeping engine that computes its boxes."""
+    """Return a function from a rank within an engine to a copy of a sleeping engine that computes this rank's boxes."""
 
     def at(place: int) -> PaperEngine:
         other = copy(engine)

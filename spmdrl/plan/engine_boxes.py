@@ -17,7 +17,7 @@ from spmdrl.weights.boxes import Box
 Kind = Literal["vllm", "sglang", "hf"]
 Span = tuple[int, int]
 VOCAB_PADDING = 64
-"""vLLM and SGLang pad the embedding and head rows to a multiple of this before sharding them."""
+"""vLLM and SGLang pad the number of embedding and head rows to a multiple of this before sharding."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields that hold the number of experts per layer; models use different names."""
 ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
@@ -64,7 +64,7 @@ class EngineLayout:
         self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
 
     def check(self) -> None:
-        """Check, as vLLM and SGLang do, that tp divides a dense model's heads and MLP width.
+        """Check, as vLLM and SGLang do, that tp divides the heads and, in a dense model, the MLP width.
 
         Raises:
             ValueError: tp does not divide them; the message names the flag and every value that works.

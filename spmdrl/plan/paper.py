@@ -109,7 +109,7 @@ class Paper(Storages, TorchDispatchMode):
         return device is not None and torch.device(device).type != "meta" and args[0].device.type == "meta"
 
     def _host_copy(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Copy a tensor's values to the host, or return ones if they are unknown."""
+        """Copy a tensor's values to the host, or ones if they are unknown."""
         source = args[1] if func is aten.copy_.default else args[0]
         value = self.numbers.value_of(source)
         if value is None:

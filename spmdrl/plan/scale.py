@@ -55,7 +55,7 @@ def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
 
 
 def line(at: Sequence[tuple[int, float]], x: int) -> float:
-    """Extrapolate linearly to x from the last two points; return the value of a single point."""
+    """Extrapolate linearly to x from the last two points; with a single point, return its value."""
     if len(at) == 1 or at[-1][0] == at[-2][0]:
         return at[-1][1]
     (a, fa), (b, fb) = at[-2:]
@@ -158,7 +158,7 @@ class Bound:
     memory: float = 0.0
     host: float = 0.0
     bubble: float = 1.0
-    """Factor by which waiting for other pipeline stages lengthens compute time."""
+    """Factor by which waiting for other pipeline stages lengthens the time of matrix products."""
 
     def _named(self) -> dict[str, float]:
         named = {"matrix rate": self.matrix * self.bubble, "NVLink": self.nvlink, "network": self.network}

@@ -126,7 +126,7 @@ def _fsdp(paper: Paper) -> None:
     keep = FSDPParam.to_accumulated_grad_if_needed
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Tag unsharded gradients, which stay allocated until they are reduced at the end of a micro-batch."""
+        """Tag unsharded gradients, which stay allocated until a micro-batch whose backward pass reduces them."""
         with paper.tagged("unsharded gradients"):
             keep(self)
         # A gradient that already has the reduce dtype is not copied, so it is not tagged yet.

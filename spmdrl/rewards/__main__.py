@@ -114,7 +114,7 @@ def _problems(found: Trial) -> list[str]:
 
 
 def _not_best(found: Trial) -> list[str]:
-    """Return a line per source whose correct answers score best in too few rows, or one line if none were tried."""
+    """Return a line per source whose correct answers score best in too few rows, or one line if none got a score."""
     best, most, out = found.best(), found.undeserved(), []
     if not best:
         if any(row.rewards for row in found.gold):

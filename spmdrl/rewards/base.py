@@ -55,8 +55,8 @@ class Reward:
     score: float
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
-    """True if grading timed out. The score is then 0 without parts, and any part that other samples report is taken
-    as 0 for this one. In a combined reward, the other rewards still count."""
+    """True if grading timed out. A reward that timed out contributes the score 0 and no parts; any part that other
+    samples report is taken as 0 for this one. In a combined reward, the other rewards still count."""
     applies: bool = True
     """False if the function does not apply to this row (a TRL-style function returned None); the score is then 0."""
     ungraded: str = ""

@@ -126,7 +126,7 @@ def boxed(item: RewardInput) -> Reward:
 
 
 def _line(text: str) -> str:
-    """Return the first `$...$` in a line, else the whole line, with boxes and `_UNWRAPPED` commands stripped."""
+    """Return the first `$...$` in a line, else the whole line; boxes and `_UNWRAPPED` commands are unwrapped."""
     dollars = text.split("$", 2)
     if len(dollars) == 3:
         # Keep the dollar signs until `_dapo_form` has added braces, because a dollar sign can end up inside braces.

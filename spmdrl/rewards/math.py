@@ -105,9 +105,9 @@ def _contradicts(text: str) -> bool:
 
 
 def _simplify(text: str) -> str:
-    r"""Simplify an answer: drop spaces, `$`, `\left`, `\text{}` and a final dot, and replace `\dfrac` by `\frac`.
+    r"""Simplify an answer: drop spaces, `$`, `\left` and a final dot, and replace `\dfrac` by `\frac`.
 
-    Words are lowercased; letters that are variables keep their case.
+    The content of `\text{...}` is kept. Words are lowercased; letters that are variables keep their case.
     """
     text = text.translate(SIGNS).strip().strip("$").strip()
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", "", text)

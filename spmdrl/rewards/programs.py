@@ -9,8 +9,8 @@ _FENCE = re.compile(
 )
 """A line that opens or closes a fenced block, possibly inside a list item or a quote."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
-"""If no code block of a response defines the function, the response is treated as a complete program if it starts with
-one of these, and as a continuation of the prompt otherwise."""
+"""A response without a code block is a complete program only if it defines the function and starts with one of these.
+Otherwise it continues the prompt."""
 _PYTHON = ("python", "python3", "py")
 
 

@@ -76,7 +76,7 @@ def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.T
 def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
     """Merge boxes of the same tensor that overlap, or that touch along one dimension, into their bounding box.
 
-    boxes: pairs (tensor index, box).
+    Merging is repeated, so no boxes of the result overlap. boxes: pairs (tensor index, box).
     """
     out: dict[int, list[Box]] = {}
     for i, box in boxes:

@@ -123,8 +123,8 @@ class Routes:
         overlap. wanted: boxes needed by each rank, without overlap within a rank. me: this rank. pieces: int64, piece
         index of each box that this rank holds. buckets: int64 [tensors], bucket index of each tensor, ascending.
 
-        Raises ValueError if no rank holds some part of what this rank needs, or if different ranks hold overlapping but
-        not identical boxes of it.
+        Raises ValueError if no rank holds some part of what this rank needs, or if a part of it is held in distinct
+        boxes that overlap.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0

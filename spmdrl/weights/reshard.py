@@ -90,8 +90,8 @@ class Reshard:
         in bytes, counting whole tensors; a larger tensor gets its own bucket. over: process group for the transfer, or
         None for the default group.
 
-        Raises ValueError if no rank holds some part of a needed box, or if different ranks hold overlapping but not
-        identical boxes of it.
+        Raises ValueError if no rank holds some part of a needed box, or if a part of it is held in distinct boxes that
+        overlap.
         """
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]

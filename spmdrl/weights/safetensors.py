@@ -140,7 +140,7 @@ def save_model(
     more: Stored | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Save a model to an existing HF folder on rank 0. Collective over all ranks of this rank's role.
+    """Write a model as a HF folder on rank 0; the folder must exist. Collective over all ranks of this rank's role.
 
     pieces: this rank's slices of the model. dtype: dtype of the saved weights. fixed: name -> content of every other
     file (`policy/model_files.py`). more: tensors to copy from other folders; fp8 weights are dequantised, because the
