@@ -68,7 +68,7 @@ def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
     `baseline`: `batch` uses the mean reward of the step, `none` uses 0. Unlike REINFORCE++, this estimator does not
     whiten the advantages.
 
-    Groups are ignored. If all rewards of the step are equal and the baseline is `batch`, A is 0.
+    It ignores groups. If all rewards of the step are equal and the baseline is `batch`, A is 0.
     """
     if baseline == "none":
         return x.outcome(x.scores)

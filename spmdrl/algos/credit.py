@@ -35,7 +35,7 @@ def gae(
     `length_adaptive` is VAPO's alpha (0.05 in https://arxiv.org/abs/2504.05118): for the advantages but not for the
     returns, it sets `lam` to `max(0, 1 - 1 / (alpha * sampled tokens))`. If `critic_lam` is None, returns use `lam`.
 
-    Groups are ignored.
+    It ignores groups.
     """
     in_range("gamma", gamma, 0, 1)
     for name, value in (("lam", lam), ("critic_lam", critic_lam)):
@@ -69,7 +69,7 @@ def remax(x: Samples) -> Result:
     The engine generates one extra greedy response per prompt, which is graded but not trained on. Returns are the
     reward-to-go.
 
-    Groups are ignored, so `--rollout.samples-per-prompt 1` is the usual choice. If a response's only reward is its
+    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If a response's only reward is its
     outcome, and this equals the greedy response's reward, A is 0.
     """
     baseline_B = x.need("baseline")
@@ -87,7 +87,7 @@ def reinforce_plus_plus(x: Samples, *, gamma: float = 1.0) -> Result:
 
     Intended for use with the KL estimate `k1` in the reward. Returns are `G_t`.
 
-    Groups are ignored. If `G_t` is equal at all tokens of the step, A is exactly 0.
+    It ignores groups. If `G_t` is equal at all tokens of the step, A is exactly 0.
     """
     return per_token(x, gamma=gamma, whiten=True)
 
@@ -103,7 +103,7 @@ def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result
     With `gamma` 0, a token's advantage is its own reward. With `whiten`, the advantages are whitened over the step, but
     the returns are not.
 
-    Groups are ignored.
+    It ignores groups.
     """
     returns_T = to_go(x, x.rewards, in_range("gamma", gamma, 0, 1))
     return x.whiten(returns_T) if whiten else returns_T, returns_T

@@ -61,7 +61,7 @@ def turn_gae(
     None, returns use `lam`. All sampled tokens of a turn get the turn's advantage, and the critic is trained to predict
     `return_n` at all of them. `whiten` applies to the advantages, not to the returns.
 
-    Groups are ignored.
+    It ignores groups.
     """
     in_range("gamma", gamma, 0, 1)
     lams = [in_range("lam", lam, 0, 1), in_range("critic_lam", lam if critic_lam is None else critic_lam, 0, 1)]

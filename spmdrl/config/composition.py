@@ -1,4 +1,4 @@
-"""What the method's settings imply: its functions, the inputs that they need, and how `auto` is resolved.
+"""Derives a method's functions, the inputs that they need and the values of `auto` from its settings.
 
 The function tables need torch, so they are imported lazily, and `--help` works without torch.
 """

@@ -43,7 +43,7 @@ class EnvironmentConfig:
     reward_timeout: float = setting(60.0, POSITIVE, free=Free.LIMIT)
     """Timeout in seconds for the environment to compute an episode's final reward."""
     on_timeout: Literal["tell", "end"] = "tell"
-    """What happens when a call times out: the model gets a message about it (`tell`), or the episode ends (`end`)."""
+    """Response to a call that times out: the model gets a message about it (`tell`), or the episode ends (`end`)."""
     longest_answer: int = setting(10_000, COUNT)
     """Maximum number of characters of a tool's answer that the model reads. Longer answers are cut, with a marker at
     the cut."""
@@ -53,7 +53,7 @@ class EnvironmentConfig:
     calls: str = "auto"
     """Tool call format of the model (docs/conversations.md). `auto`: the format that the chat template uses."""
     history: Literal["keep", "branch"] = "keep"
-    """What to do if the chat template renders earlier turns differently once later turns follow: `keep` continues with
+    """Handling of a chat template that renders earlier turns differently once later turns follow: `keep` continues with
     the sampled tokens, and `branch` starts a new branch of the episode with the new rendering."""
     max_open: int = setting(0, NOT_NEGATIVE, free=Free.LIMIT)
     """Maximum number of concurrently open episodes per engine; the episodes of a group are always opened together. 0:

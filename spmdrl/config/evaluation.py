@@ -28,16 +28,16 @@ class EvaluationRolloutConfig(schema.RolloutConfig):
 
 @dataclass
 class BadSampleConfig:
-    """What to do with samples that cannot be graded."""
+    """Treatment of samples that cannot be graded."""
 
     bad_sample: Literal["stop", "skip"] = FilterConfig.bad_sample
-    """What to do if a reward or the engine's logp is not finite: `stop` ends the job and names the sample, and `skip`
+    """Response to a reward or an engine logp that is not finite: `stop` ends the job and names the sample, and `skip`
     omits the sample and counts it."""
 
 
 @hides(Job.EVALUATE)
 class EvaluationDataConfig(schema.DataConfig):
-    """Where prompts come from, and how they are rendered."""
+    """Source of the prompts, and how they are rendered."""
 
 
 @hides(Job.EVALUATE)

@@ -71,7 +71,7 @@ class AlgoConfig:
     kl_coef: float = setting(0.0, NOT_NEGATIVE)
     """Weight of the KL divergence from the reference. 0: off."""
     kl_in: Literal["loss", "reward"] = setting("loss", only_with=lambda c: c.has_reference)
-    """Where the KL to the reference is applied: it is added to the loss (`loss`) or subtracted from the reward
+    """How the KL to the reference is applied: it is added to the loss (`loss`) or subtracted from the reward
     (`reward`)."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = setting("k3", only_with=lambda c: c.has_reference)
     """Estimator of the KL from sampled tokens. With a trailing +, the gradient is that of k2 (straight-through)."""
@@ -160,7 +160,7 @@ class FilterConfig:
     replay_steps: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_advantages)
     """Number of earlier steps from which sequences are also drawn (off-policy: old_logp comes from the engine)."""
     bad_sample: Literal["stop", "skip"] = setting("stop", free=Free.LIMIT)
-    """What to do if a reward or the engine's logp is not finite: `stop` ends the job and names the sample, and `skip`
+    """Response to a reward or an engine logp that is not finite: `stop` ends the job and names the sample, and `skip`
     omits the sample and counts it."""
 
 

@@ -54,7 +54,7 @@ class OnlinePreferenceConfig(Config):
     optimizer: OptimizerConfig = section(OptimizerConfig, lr=1e-6)
     reference: OnlineReferenceConfig = section(OnlineReferenceConfig)
     preference: OnlineMethod = section(OnlineMethod)
-    # No advantage is computed; `reinforce` is a placeholder that passes the checks for any group size.
+    # No advantage is computed. The checks accept `reinforce` for any group size.
     algo: AlgoConfig = section(AlgoConfig, advantage="reinforce")
     has_advantages: ClassVar[bool] = False
 

@@ -52,7 +52,7 @@ PAIRS = ("builtin:reverse-pairs",)
 @hides(Job.PREFERENCE)
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
-    """Where the rows come from: pairs of responses, or responses labelled as wanted or unwanted."""
+    """Source of the rows: pairs of responses, or responses labelled as wanted or unwanted."""
 
     chosen_column: str = setting("chosen", only_with=lambda c: c.reads_pairs)
     """Column with the preferred response, as text or messages. If there is no prompt column, it contains the complete

@@ -13,7 +13,7 @@ from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supe
 @hides(Job.REWARD_MODEL)
 @dataclass
 class ScoredDataConfig(PreferenceDataConfig):
-    """Where the rows come from: pairs of responses, or responses with labelled steps."""
+    """Source of the rows: pairs of responses, or responses with labelled steps."""
 
     margin_column: str = setting("margin", only_with=lambda c: c.reads_pairs)
     """Column with the margin by which the chosen response should outscore the rejected one. The column is optional."""

@@ -223,7 +223,7 @@ class PolicyConfig:
     """Run the prompt that the samples of a group share through the forward and backward passes only once. Affects
     speed and memory, but never the result."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Where the parameters and optimizer states of all trained models are kept during rollout. `none`: on the device.
+    """Location of the parameters and optimizer states of all trained models during rollout. `none`: on the device.
     `host`: in pinned host memory (no-op on a CPU). `disk`: in a temporary file in $TMPDIR or /var/tmp."""
 
 
@@ -241,7 +241,7 @@ class LoraConfig:
     targets: tuple[str, ...] = setting(("all-linear",), only_with=lambda c: c.lora.rank)
     """Linear layers of the decoder that get an adapter, such as `q_proj v_proj`. `all-linear`: all of them."""
     push: Literal["adapter", "merged"] = setting("adapter", free=Free.COMPUTED, only_with=lambda c: c.lora.rank)
-    """What is sent to the engines in a weight update. `adapter`: the base model once, and then only the adapters.
+    """Weights that a weight update sends to the engines. `adapter`: the base model once, and then only the adapters.
     `merged`: the full model with the adapters merged into its weights; every engine supports this, and sglang needs
     it."""
 
@@ -258,7 +258,7 @@ class ReferenceConfig:
     refresh_every: int = setting(0, NOT_NEGATIVE, only_with=lambda c: c.has_reference)
     """Number of steps between updates of the reference from the policy's weights. 0: the reference never changes."""
     offload: Literal["none", "host", "disk"] = setting("none", free=Free.COMPUTED)
-    """Where the frozen models are kept during rollout; the values are those of `--policy.offload`."""
+    """Location of the frozen models during rollout; the values are those of `--policy.offload`."""
 
 
 def is_average(reference: Any) -> bool:
@@ -323,7 +323,7 @@ class RolloutConfig:
     """Mixture of experts: train each token with the experts that the engine chose for it (R3). Not supported by SGLang,
     nor by vLLM on a CPU."""
     sleep_level: Literal["auto", 0, 1, 2] = setting("auto", free=Free.DRAWN)
-    """What an engine frees between rollouts. 0: nothing. 1: the KV cache; on a GPU, the weights are also moved to host
+    """Memory that an engine frees between rollouts. 0: none. 1: the KV cache; on a GPU, the weights also move to host
     memory. 2: the KV cache and the weights; the weights must then be sent again at every wake-up. `auto`: 1 on a CPU
     or if only adapters are sent, otherwise 2."""
     deterministic: bool = setting(False, free=Free.DRAWN)
@@ -354,7 +354,7 @@ class RolloutConfig:
 
 @dataclass
 class DataConfig:
-    """Where prompts come from, and how they are rendered."""
+    """Source of the prompts, and how they are rendered."""
 
     RENDERS_MESSAGES: ClassVar[bool] = False
     """True if rows with messages are always rendered with the chat template, whatever the value of `chat`."""
@@ -411,7 +411,7 @@ class RewardConfig:
     """Timeout in seconds for one grading call in a grading process, after which the process is killed. Grading that
     runs a program's tests uses the limits in `--sandbox` instead."""
     on_timeout: Literal["auto", "error", "zero"] = setting("auto", free=Free.LIMIT)
-    """What to do when a grading call is killed. `error`: end the job. `zero`: set the score and all its parts to 0, and
+    """Response to a killed grading call. `error`: end the job. `zero`: set the score and all its parts to 0, and
     count the sample in `reward/timeouts`. `auto`: `error` for functions in files, otherwise `zero`. If the killed call
     was running a program's tests, its sample is always omitted (`max_ungraded`)."""
     max_ungraded: float = setting(0.05, UNIT, free=Free.LIMIT)

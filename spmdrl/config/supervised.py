@@ -51,7 +51,7 @@ class SupervisedOptimizerConfig(schema.OptimizerConfig):
 
 @dataclass
 class SupervisedDataConfig:
-    """Where the rows come from, and which columns hold their dialogues or text."""
+    """Source of the rows, and which columns hold their dialogues or text."""
 
     RENDERS_MESSAGES: ClassVar[bool] = True
 
@@ -93,7 +93,7 @@ class SupervisedDataConfig:
     max_tokens: int = setting(2048, at_least(2))
     """Maximum sequence length in tokens."""
     too_long: Literal["truncate", "drop"] = "truncate"
-    """What to do with sequences of more than `max_tokens` tokens: `truncate` cuts off the end, `drop` omits the row.
+    """Treatment of sequences of more than `max_tokens` tokens: `truncate` cuts off the end, `drop` omits the row.
     The metrics data/truncated and data/dropped count both cases."""
     max_refused: float = setting(0.05, UNIT, free=Free.LIMIT)
     """Maximum fraction of rows that can be refused because a column, a role or the template does not fit. Refused rows

@@ -118,7 +118,7 @@ class PoolSettings:
     cut: str = "middle"
     """Which part of a longer text is kept: `head` keeps the beginning, `tail` the end, and `middle` both ends."""
     on_timeout: str = "tell"
-    """What happens when a call times out: `tell` reports it to the model in a message; `end` also ends the episode."""
+    """Response to a call that times out: `tell` reports it to the model in a message; `end` also ends the episode."""
     memory_mb: int = 0
     """Maximum memory of a worker process in MiB, or 0 for no limit."""
     python: str = ""

@@ -59,7 +59,7 @@ def grouped(beats: dict[int, dict], age: Age) -> list[Place]:
 
 
 class Overview:
-    """Where each rank currently is (best effort), collected by a rank that is exiting."""
+    """The current place of each rank (best effort), collected by a rank that is exiting."""
 
     def __init__(self, store: dist.Store, read: Callable[[], dict[int, dict]], age: Age):
         """Start without beats. store: a second connection to the heartbeat's store. read: returns all ranks' beats."""

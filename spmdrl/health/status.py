@@ -26,7 +26,7 @@ _MAIN = threading.main_thread().ident
 
 @dataclass
 class RankStatus:
-    """What this rank is doing (phase, step, progress), and its run folder."""
+    """The activity of this rank (phase, step, progress), and its run folder."""
 
     phase: Callable[[], str] = lambda: ""
     """Function that returns the current phase, or "" between phases."""

@@ -24,7 +24,7 @@ class Change:
     values: tuple[tuple[str, Any], ...]
     """(dotted setting name, value) pairs. Changing the first setting requires changing the others."""
     frees: frozenset[str]
-    """Where the change can free memory: step phases, `cache` (the KV cache) or `host` (a node's host memory)."""
+    """Places where the change can free memory: step phases, `cache` (the KV cache) or `host` (a node's host memory)."""
 
     @property
     def flags(self) -> str:

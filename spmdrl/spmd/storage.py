@@ -18,7 +18,7 @@ import torch
 from spmdrl.spmd.devices import kind_of
 
 Place = Literal["host", "disk", "gone"]
-"""Where the contents of parked tensors are kept. `host`: host memory, pinned if the device is a GPU. `disk`: an unnamed
+"""Storage for the contents of parked tensors. `host`: host memory, pinned if the device is a GPU. `disk`: an unnamed
 file, which disappears with the process. `gone`: nowhere; the contents are undefined after restoring."""
 
 PIECE = 64 << 20

@@ -17,7 +17,7 @@ class Finding(NamedTuple):
     level: str
     """`ok`, `warn` (runs work, but slower or less safely) or `fail` (runs will not work)."""
     state: str
-    """What the check found, with numbers and units."""
+    """Result of the check, with numbers and units."""
     fix: str = ""
     """The command or setting that fixes the problem, or empty if there is none."""
 
