@@ -168,6 +168,13 @@ def test_all_reduce_of_flashinfer_is_off_on_a_gpu(monkeypatch, tree):
     assert "envs.VLLM_ALLREDUCE_USE_FLASHINFER" in ast.unparse(communicator.node)
 
 
+def test_sampler_of_flashinfer_is_not_imported_on_a_gpu(tree):
+    supported = tree.find("vllm.v1.sample.ops.topk_topp_sampler.flashinfer_sampler_supported")
+    assert supported and supported.node
+    source = ast.unparse(supported.node)
+    assert source.index("envs.VLLM_USE_FLASHINFER_SAMPLER") < source.index("import FlashInferBackend")
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_environment_sends_warnings_to_the_log_file_and_yields_to_the_user(monkeypatch, device):
     import os
@@ -175,7 +182,8 @@ def test_environment_sends_warnings_to_the_log_file_and_yields_to_the_user(monke
     monkeypatch.setattr(os, "environ", {"VLLM_NO_USAGE_STATS": "0"})
     set_environment(torch.device(device))
     assert os.environ["VLLM_CONFIGURE_LOGGING"] == "0" and os.environ["VLLM_NO_USAGE_STATS"] == "0"
-    assert os.environ.get("VLLM_ALLREDUCE_USE_FLASHINFER") == ("0" if device == "cuda" else None)
+    for name in ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_USE_FLASHINFER_SAMPLER"):
+        assert os.environ.get(name) == ("0" if device == "cuda" else None)
     monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "INFO"})
     set_environment(torch.device(device))
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO" and "VLLM_CONFIGURE_LOGGING" not in os.environ

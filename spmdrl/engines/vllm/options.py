@@ -39,6 +39,8 @@ def set_environment(device: torch.device) -> None:
     else:
         # FlashInfer's all-reduce, which is untested here, keeps workspaces that vLLM's sleep mode does not free.
         values["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
+        # vLLM never takes FlashInfer's sampler for requests with a seed, as ours are, but would import it at its start.
+        values["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
