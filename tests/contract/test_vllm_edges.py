@@ -180,12 +180,14 @@ def test_environment_sends_warnings_to_the_log_file_and_yields_to_the_user(monke
     import os
 
     monkeypatch.setattr(os, "environ", {"VLLM_NO_USAGE_STATS": "0"})
-    set_environment(torch.device(device))
+    set_environment(torch.device(device), "float32")
     assert os.environ["VLLM_CONFIGURE_LOGGING"] == "0" and os.environ["VLLM_NO_USAGE_STATS"] == "0"
     for name in ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_USE_FLASHINFER_SAMPLER"):
         assert os.environ.get(name) == ("0" if device == "cuda" else None)
+    assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if device == "cuda" else None)
     monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "INFO"})
-    set_environment(torch.device(device))
+    set_environment(torch.device(device), "bfloat16")
+    assert "TRITON_F32_DEFAULT" not in os.environ
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO" and "VLLM_CONFIGURE_LOGGING" not in os.environ
 
 

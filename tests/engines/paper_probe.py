@@ -141,7 +141,7 @@ def preload(engines: set[str]) -> None:
     if "vllm" in engines:
         from spmdrl.engines.vllm.options import set_environment
 
-        set_environment(torch.device("cpu"))
+        set_environment(torch.device("cpu"), "float32")
         names += ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_model_runner"]
         names += [f"vllm.model_executor.models.{name}" for name in ("qwen2", "llama", "qwen3_moe", "deepseek_v2")]
     for name in names:

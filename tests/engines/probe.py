@@ -739,7 +739,7 @@ def preload() -> None:
     """Imports what every scenario on a CPU needs, once."""
     from spmdrl.engines.vllm.options import set_environment
 
-    set_environment(torch.device("cpu"))
+    set_environment(torch.device("cpu"), "float32")
     for name in (
         "transformers.models.qwen2.modeling_qwen2",
         "vllm.entrypoints.llm",

@@ -22,8 +22,11 @@ LONGEST = 400
 """Maximum number of characters of vLLM's error message to include in spmdrl's own."""
 
 
-def set_environment(device: torch.device) -> None:
-    """Set the environment variables that vLLM reads at import, except those already set by the user."""
+def set_environment(device: torch.device, dtype: str) -> None:
+    """Set the environment variables that vLLM reads at import, except those already set by the user.
+
+    dtype: `--model.dtype`.
+    """
     values = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -41,6 +44,10 @@ def set_environment(device: torch.device) -> None:
         values["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
         # vLLM never takes FlashInfer's sampler for requests with a seed, as ours are, but would import it at its start.
         values["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        if dtype == "float32":
+            # Triton, and so vLLM's attention, would multiply float32 matrices in TF32, whose mantissa has 10 bits: log p
+            # of single tokens would differ by 0.01.
+            values["TRITON_F32_DEFAULT"] = "ieee"
     for name, value in values.items():
         os.environ.setdefault(name, value)
 

@@ -71,7 +71,7 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
     routed: as in `build_llm`.
     """
     on_cpu = world.device.type == "cpu"
-    set_environment(world.device)
+    set_environment(world.device, cfg.model.dtype)
     if cfg.rollout.deterministic or (cfg.run.deterministic and not on_cpu):
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     local_world = os.environ.get("LOCAL_WORLD_SIZE")  # vLLM changes this variable.
