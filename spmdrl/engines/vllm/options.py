@@ -45,8 +45,8 @@ def set_environment(device: torch.device, dtype: str) -> None:
         # vLLM never takes FlashInfer's sampler for requests with a seed, as ours are, but would import it at its start.
         values["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if dtype == "float32":
-            # Triton, and so vLLM's attention, would multiply float32 matrices in TF32, whose mantissa has 10 bits: log p
-            # of single tokens would differ by 0.01.
+            # Triton, and so vLLM's attention, would multiply float32 matrices in TF32, whose mantissa has 10 bits:
+            # log p of single tokens would differ by 0.01.
             values["TRITON_F32_DEFAULT"] = "ieee"
     for name, value in values.items():
         os.environ.setdefault(name, value)
