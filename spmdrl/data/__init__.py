@@ -28,5 +28,6 @@ pack.py           packs the paths of episodes into a batch, and unpacks them
 step_batch.py     builds a step's batch: columns, replayed sequences, optimizer steps
 distribute.py     distributes a batch over ranks and optimizer steps
 microbatch.py     forms micro-batches up to a token budget
+placeholders.py   marks the placeholder tokens of images in a batch
 tree.py           computes tokens shared by a prompt's samples or an episode's paths only once
 """

@@ -31,16 +31,19 @@ class Batch:
 
     token: name -> [T]. Sampled episodes always have tokens, version (int64), mask (bool) and rollout_logp (float32);
     supervised rows (`supervised/`) have tokens and mask. Optional columns are experts (int16 [T, W], see `Episode`) for
-    routing replay; turn, state and parent (int64, see `Segment`) for turn-level advantages; and turn_reward (float64),
-    each turn's reward at its last sampled token. mask is the loss mask. If it excludes some sampled tokens, sampled
-    (bool) marks all tokens that the policy sampled. mask and sampled are False for tokens that also belong to an
-    earlier path of the episode.
+    routing replay; image (int64, see `data/placeholders.py`) for images; turn, state and parent (int64, see `Segment`)
+    for turn-level advantages; and turn_reward (float64), each turn's reward at its last sampled token. mask is the loss
+    mask. If it excludes some sampled tokens, sampled (bool) marks all tokens that the policy sampled. mask and sampled
+    are False for tokens that also belong to an earlier path of the episode.
 
     seq: name -> [B]. Sampled episodes always have prompt, sample, position, version, finish, turns (int64), reward and
     baseline (float64), equal for all paths of an episode; supervised rows have sample and position. path (int64) is the
     sequence's path index, and paths (int64) the number of paths in its episode; in a batch without these columns every
     sequence is an episode. If a batch repeats an episode, the path indices of each copy continue those of the previous
     copy.
+
+    images: per sequence, the payloads (`hub/images.py`) of its images in the order of their tokens, or None if no
+    sequence has images. Payloads stay on the host and are shared by reference.
 
     host: the host batch from which this one was copied to a device; a host batch refers to itself.
 
@@ -51,6 +54,7 @@ class Batch:
     lengths: torch.Tensor
     token: dict[str, torch.Tensor] = field(default_factory=dict)
     seq: dict[str, torch.Tensor] = field(default_factory=dict)
+    images: list[tuple[Any, ...]] | None = None
 
     def __post_init__(self):
         self.host: Batch = self
@@ -197,7 +201,9 @@ class Batch:
 
     def select(self, index: torch.Tensor) -> "Batch":
         """Return the sequences at the indices `index` (int64 [m]), in that order."""
-        return from_table(select(to_table(self), index))
+        out = from_table(select(to_table(self), index))
+        out.images = None if self.images is None else [self.images[i] for i in index.tolist()]
+        return out
 
     def kept(self, which_B: torch.Tensor) -> "Batch":
         """Return the sequences where which_B, bool [B], is True; the result shares `plans` if all are kept."""
@@ -205,19 +211,19 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to `device` asynchronously."""
-        out = Batch(*to_device((self.lengths, self.token, self.seq), device))
+        out = Batch(*to_device((self.lengths, self.token, self.seq), device), self.images)
         out.host = self.host
         return out
 
     def like(self, **token: torch.Tensor) -> "Batch":
         """Return a batch of the same sequences with additional token columns; it shares `plans`."""
-        out = Batch(self.lengths, self.token | token, dict(self.seq))
+        out = Batch(self.lengths, self.token | token, dict(self.seq), self.images)
         out.plans = self.plans
         return out
 
 
 def to_table(batch: Batch) -> Table:
-    """Convert a batch to named ragged columns, which `spmd.exchange` moves."""
+    """Convert a batch to named ragged columns, which `spmd.exchange` moves; they do not include the images."""
     ones = torch.ones(len(batch), dtype=torch.int64)
     lengths = {f"token/{k}": batch.lengths for k in batch.token} | {f"seq/{k}": ones for k in batch.seq}
     values = {f"token/{k}": v for k, v in batch.token.items()} | {f"seq/{k}": v for k, v in batch.seq.items()}
@@ -233,8 +239,12 @@ def from_table(table: Table) -> Batch:
 
 def concatenate(first: Batch, second: Batch) -> Batch:
     """Join two batches with the same columns; the sequences of the first batch come first."""
+    images = None
+    if first.images is not None or second.images is not None:
+        images = [row for part in (first, second) for row in part.images or [()] * len(part)]
     return Batch(
         torch.cat([first.lengths, second.lengths]),
         {k: torch.cat([v, second.token[k]]) for k, v in first.token.items()},
         {k: torch.cat([v, second.seq[k]]) for k, v in first.seq.items()},
+        images,
     )

@@ -3,6 +3,7 @@
 import torch
 
 from spmdrl.data.batch import KEYS, Batch, from_table, to_table
+from spmdrl.data.placeholders import refuse_images
 from spmdrl.spmd.balance import assign_balanced, assign_groups, assign_units
 from spmdrl.spmd.exchange import exchange, lexsort, select
 from spmdrl.spmd.peers import Peers
@@ -28,7 +29,11 @@ def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     holders: int64 [data positions, copies], the group ranks that receive each data position's share.
     """
     positions, copies = holders.shape
+    if peers.group is not None:
+        refuse_images(batch, "a job of several ranks")
     table = to_table(batch)
+    if batch.images is not None:
+        table.lengths["row"], table.values["row"] = torch.ones_like(batch.lengths), torch.arange(len(batch))
     # Every rank receives all keys, so all ranks compute the same plan if these columns are among the keys.
     shared, bound = "common" in batch.seq, "unit" in batch.seq
     seq = batch.seq | batch.identity
@@ -54,7 +59,10 @@ def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
         return holders[target[episode]].flatten()
 
     received, _ = exchange(table, assign, peers.group, peers.device)
-    return from_table(received)
+    out = from_table(received)
+    if batch.images is not None:
+        out.images = [batch.images[i] for i in received.values["row"].tolist()]
+    return out
 
 
 def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -> Batch:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.data.batch import Batch
+from spmdrl.data.placeholders import COLUMN
 from spmdrl.data.tree import Shared, prompt_lengths, shared_tokens
 from spmdrl.spmd.balance import karmarkar_karp, largest
 
@@ -43,7 +44,8 @@ def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
 
 def _shared(batch: Batch) -> Shared:
     token = batch.token
-    return shared_tokens(token["tokens"], batch.lengths, token["mask"], batch.begins, token.get("experts"))
+    columns = token.get("experts"), token.get(COLUMN)
+    return shared_tokens(token["tokens"], batch.lengths, token["mask"], batch.begins, *columns)
 
 
 def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:

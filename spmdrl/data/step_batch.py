@@ -14,6 +14,7 @@ from spmdrl.data.distribute import assign_updates, gather_rows
 from spmdrl.data.episode import Episode
 from spmdrl.data.microbatch import work_of
 from spmdrl.data.pack import from_episodes
+from spmdrl.data.placeholders import refuse_images
 from spmdrl.spmd.exchange import gather_names
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for, seed_for, uniform
@@ -46,6 +47,7 @@ class ReplayBuffer:
         """
         if self.cfg.resample == "none" and self.buffer is None:
             return batch
+        refuse_images(batch, "--filter.resample or --filter.replay-steps")
         pool = batch
         if self.buffer is not None:
             for age in range(1, self.cfg.replay_steps + 1):
@@ -83,7 +85,7 @@ def _with_parts(batch: Batch, names: Iterable[str]) -> Batch:
     """Add a nan column for each reward part (`part/...`) in `names` that the batch lacks."""
     lacking = [name for name in sorted(names) if name.startswith("part/") and name not in batch.seq]
     unknown_B = torch.full((len(batch),), math.nan, dtype=torch.float64)
-    return Batch(batch.lengths, batch.token, batch.seq | dict.fromkeys(lacking, unknown_B))
+    return Batch(batch.lengths, batch.token, batch.seq | dict.fromkeys(lacking, unknown_B), batch.images)
 
 
 def make_batch(

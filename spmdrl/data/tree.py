@@ -7,13 +7,15 @@ are then copied back to the packed tokens, so heads and losses are independent o
 B: number of packed sequences. N: number of tree nodes. A node is a range of tokens shared by the same sequences; each
 token attends to itself, to earlier tokens of its node and to the node's ancestors. The samples of a prompt share all
 tokens before their first sampled one, if all of these are equal. The paths of an episode share their longest common
-prefix.
+prefix. Placeholder tokens are equal only if they stand for the same image, and an image is shared as a whole or not at
+all.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from spmdrl.data.placeholders import whole
 from spmdrl.data.segment import shared_length
 
 
@@ -59,6 +61,7 @@ def shared_tokens(
     mask_T: torch.Tensor,
     begins_B: torch.Tensor | None = None,
     experts_T: torch.Tensor | None = None,
+    images_T: torch.Tensor | None = None,
 ) -> Shared:
     """Find the prefix that each sequence shares with an earlier one. Takes host tensors.
 
@@ -66,11 +69,13 @@ def shared_tokens(
 
     tokens_T: int64 [T]. lengths_B: int64 [B]. mask_T: bool [T]. begins_B: bool [B], True for the first path of an
     episode (`Batch.begins`); None if each sequence is an episode. experts_T: [T, ...] under routing replay; shared
-    tokens must then have the same experts, too.
+    tokens must then have the same experts, too. images_T: int64 [T], marks of images (`data/placeholders.py`), or None
+    without images.
     """
-    columns = [tokens_T] if experts_T is None else [tokens_T, experts_T]
+    columns = [x for x in (tokens_T, experts_T, images_T) if x is not None]
     lengths, first_B = lengths_B.tolist(), prompt_lengths(lengths_B, mask_T).tolist()
     rows = [x.split(lengths) for x in columns]
+    marks = None if images_T is None else rows[-1]
     begins = [True] * len(lengths) if begins_B is None else begins_B.tolist()
     found = Shared([], [], [])
     leader = begin = 0
@@ -78,6 +83,7 @@ def shared_tokens(
         source, tokens, prompt = i, 0, 0
         if begins[i]:
             begin, prompt = i, min(first_B[i], length - 1)
+            prompt = prompt if marks is None else whole(prompt, marks[i])
             same = i > 0 and prompt == found.prompts[leader]
             if same and all(torch.equal(x[i][:prompt], x[leader][:prompt]) for x in rows):
                 source, tokens = leader, prompt
@@ -85,6 +91,7 @@ def shared_tokens(
                 leader = i
         for other in range(begin, i):
             alike = min(length - 1, *(shared_length(x[i], x[other]) for x in rows))
+            alike = alike if marks is None else whole(alike, marks[i])
             if alike > tokens:
                 source, tokens = other, alike
         found.source.append(source)
@@ -99,9 +106,10 @@ def plan_tree(
     mask_T: torch.Tensor,
     begins_B: torch.Tensor | None = None,
     experts_T: torch.Tensor | None = None,
+    images_T: torch.Tensor | None = None,
 ) -> Tree | None:
     """Return the tree of a packed batch, or None if no sequences share tokens. Arguments as in `shared_tokens`."""
-    shared = shared_tokens(tokens_T, lengths_B, mask_T, begins_B, experts_T)
+    shared = shared_tokens(tokens_T, lengths_B, mask_T, begins_B, experts_T, images_T)
     if not any(shared.tokens):
         return None
     lengths = lengths_B.tolist()

@@ -114,7 +114,7 @@ def check_ids(tokens_T: torch.Tensor, vocabulary: int) -> None:
         )
 
 
-FORWARD = ("experts", "noise", "noise_scale")
+FORWARD = ("experts", "noise", "noise_scale", "image")
 """Token columns that only the forward pass reads."""
 
 

@@ -79,8 +79,8 @@ class RemotePolicy:
         work, common = work_of(batch, self.share)
         seq = batch.identity | {"origin": torch.full_like(index_B, origin), "index": index_B}
         seq |= {"update": torch.zeros_like(index_B), "work": work} | ({"common": common} if self.share else {})
-        token = {name: batch.token[name] for name in ("tokens", "mask")}
-        return Batch(batch.lengths, token, seq).select(index_B[: len(batch) if copy == 0 else 0])
+        token = {name: batch.token[name] for name in ("tokens", "mask", "image") if name in batch.token}
+        return Batch(batch.lengths, token, seq, batch.images).select(index_B[: len(batch) if copy == 0 else 0])
 
     def _answer(self, request: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Send per-token results [T] back to the training ranks; return those of this rank's sequences."""

@@ -13,6 +13,7 @@ import torch
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.chat import chosen_template
+from spmdrl.data.placeholders import refuse_images
 from spmdrl.data.template_ends import job_template
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.engines.build import stop_tokens
@@ -136,6 +137,7 @@ class Alignment:
 
         kept: indices of the aligned sequences in the batch; found: their alignments.
         """
+        refuse_images(batch, "--distill.align")
         chosen = batch.select(torch.tensor(kept, dtype=torch.int64))
         prompts = [self.prompts[prompt] for prompt in chosen.seq["prompt"].tolist()]
         pairs = [(prompt, each.teacher) for prompt, each in zip(prompts, found, strict=True)]

@@ -13,6 +13,7 @@ from spmdrl.config.distillation import DistillationConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.mixture import drawn_indices
+from spmdrl.data.placeholders import refuse_images
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.data.tree import prompt_lengths
@@ -207,6 +208,7 @@ def with_teacher_prompts(batch: Batch, prompts: dict[int, list[int]]) -> Batch:
         raise ValueError(
             "episodes that branch cannot be combined with the teacher's prompts: leave --distill.teacher-template out"
         )
+    refuse_images(batch, "--distill.teacher-template")
     lengths, mask_T = batch.lengths.tolist(), batch.token["mask"]
     starts = prompt_lengths(batch.lengths, mask_T).tolist()
     tokens, masks = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)]

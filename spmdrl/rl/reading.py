@@ -12,6 +12,7 @@ from spmdrl.algos.samples import last_sampled
 from spmdrl.config.classifier import FLAG, ClassifierConfig, read_classifier
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
+from spmdrl.data.placeholders import refuse_images
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.steps import step_ends, tokens_of_ends
 from spmdrl.data.tree import prompt_lengths
@@ -66,7 +67,7 @@ class AtLast:
         last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch))
         mask_T = torch.zeros(batch.n_tokens, dtype=torch.bool)
         mask_T[last_B[last_B >= 0]] = True
-        at_last = Batch(batch.lengths, dict(batch.token, mask=mask_T), batch.seq)
+        at_last = Batch(batch.lengths, dict(batch.token, mask=mask_T), batch.seq, batch.images)
         score_T = model.values(at_last)
         score_T = finite(at_last, score_T if score_T.ndim == 1 else score_T.mean(1), self.prefix, FROZEN)
         scores = Scores(at_last.sum_tokens(score_T))
@@ -111,7 +112,7 @@ class Reading:
         check_length(inputs, self.labels.positions, self.prefix)
         mask_T = torch.zeros(inputs.n_tokens, dtype=torch.bool)
         mask_T[read_n] = True
-        inputs = Batch(inputs.lengths, dict(inputs.token, mask=mask_T), inputs.seq)
+        inputs = Batch(inputs.lengths, dict(inputs.token, mask=mask_T), inputs.seq, inputs.images)
         score_TL = model.values(inputs).reshape(inputs.n_tokens, self.labels.outputs)
         for score_T in score_TL.unbind(1):
             finite(inputs, score_T, self.prefix, FROZEN)
@@ -179,6 +180,7 @@ class Reading:
         ends = [torch.tensor(x, dtype=torch.int64) for x in (seq_n, token_n, read_n)]
         if self.rewriter is None:
             return ends[0], ends[1], batch, ends[2]
+        refuse_images(batch, f"{self.prefix}: a reward model with its own tokens")
         lengths = torch.tensor([len(made) for made in written], dtype=torch.int64)
         flat = torch.tensor([x for made in written for x in made], dtype=torch.int64)
         seq = batch.identity | {"prompt": batch.seq["prompt"]}

@@ -100,8 +100,9 @@ class DistillObjective(TokenObjective):
     def add_teacher(self, batch: Batch, name: str, teacher: Policy) -> None:
         """Add the columns of a teacher that has weight 1 in all sequences. Collective."""
         # The student may train with embedding noise. The teacher only gets tokens and mask, and no noise.
-        token = {column: batch.token[column] for column in ("tokens", "mask")}
-        found = teacher.read(Batch(batch.lengths, token, batch.seq), self.temperature, self.reader) or self.reader.empty
+        token = {column: batch.token[column] for column in ("tokens", "mask", "image") if column in batch.token}
+        given = Batch(batch.lengths, token, batch.seq, batch.images)
+        found = teacher.read(given, self.temperature, self.reader) or self.reader.empty
         batch.token |= dict(zip(self.reader.names(name), found, strict=True))
         batch.seq[share_name(name)] = torch.ones(len(batch), dtype=torch.float64)
 

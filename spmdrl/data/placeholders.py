@@ -1,0 +1,74 @@
+"""Marks the placeholder tokens of images in a batch.
+
+All placeholder tokens have the same id, whichever image they stand for. The token column `image`, int64 [T], tells them
+apart: it is 0 at text, and a positive mark of the image at each of its placeholder tokens. The mark depends on the
+image's content and on the number of images before it in its sequence, so that sequences with equal tokens and marks
+show the model the same images.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+
+from spmdrl.data.batch import Batch
+
+COLUMN = "image"
+
+
+def mark_of(name: str, index: int) -> int:
+    """Return the mark, in 1 .. 2**63 - 1, of the image `name` (its content hash) that follows `index` images."""
+    digest = hashlib.blake2b(f"{index} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1 or 1
+
+
+def with_images(batch: Batch, images: list[tuple[Any, ...]], placeholder: int) -> Batch:
+    """Return a batch that also holds the images of its sequences.
+
+    batch: expanded, so that each image has as many placeholder tokens as the model has features for it. images: the
+    payloads of each sequence, in the order of their tokens. placeholder: id of the placeholder token.
+
+    Raises:
+        ValueError: a sequence has more or fewer placeholder tokens than its images need.
+    """
+    assert len(images) == len(batch), "one tuple of payloads per sequence"
+    here_T = batch.token["tokens"] == placeholder
+    wanted_B = torch.tensor([sum(payload.tokens for payload in row) for row in images], dtype=torch.int64)
+    found_B = torch.zeros_like(wanted_B).index_add_(0, batch.seq_index, here_T.long())
+    if not torch.equal(wanted_B, found_B):
+        row = int(torch.nonzero(wanted_B != found_B)[0])
+        raise ValueError(
+            f"sequence {row} has {int(found_B[row])} placeholder tokens for images, but its {len(images[row])} images "
+            f"need {int(wanted_B[row])}: prompts must be expanded, and must not be cut inside an image"
+        )
+    payloads = [(i, payload) for row in images for i, payload in enumerate(row)]
+    marks = torch.tensor([mark_of(payload.name, i) for i, payload in payloads], dtype=torch.int64)
+    sizes = torch.tensor([payload.tokens for _, payload in payloads], dtype=torch.int64)
+    mark_T = torch.zeros_like(batch.token["tokens"])
+    mark_T[here_T] = torch.repeat_interleave(marks, sizes)
+    out = batch.like(**{COLUMN: mark_T})
+    # Plans made before the images were known are wrong.
+    out.plans = {}
+    out.images = images
+    return out
+
+
+def refuse_images(batch: Batch, what: str) -> None:
+    """Raise ValueError if a sequence of the batch has images. what: the part of spmdrl that does not support them."""
+    if batch.images is not None and any(batch.images):
+        raise ValueError(f"{what} does not support images: leave it out, or train on prompts without images")
+
+
+def whole(length: int, mark_L: torch.Tensor) -> int:
+    """Shorten a prefix of a sequence, int64 [L] marks, to `length` tokens or to the start of the image that it cuts."""
+    later = mark_L[length:]
+    cut = torch.nonzero(torch.isin(mark_L[:length], later[later > 0])).flatten()
+    return int(cut[0]) if len(cut) else length
+
+
+def places(mark_T: torch.Tensor, images: list[tuple[Any, ...]]) -> list[tuple[Any, torch.Tensor]]:
+    """Return each image's payload and the indices of its tokens in the packed batch, int64 [n], in packed order."""
+    payloads = [payload for row in images for payload in row]
+    found = torch.nonzero(mark_T).flatten()
+    assert len(found) == sum(payload.tokens for payload in payloads), "marks and images of a batch disagree"
+    return list(zip(payloads, found.split([payload.tokens for payload in payloads]), strict=True))
