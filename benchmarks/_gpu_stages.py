@@ -310,7 +310,7 @@ STAGES: list[Stage] = [
         modules=("pytest", "vllm"),
         tested="tests/engines/test_vllm.py::test_parity_of_engine_trainer_and_transformers_after_each_of_5_updates",
         short=Short(
-            95,
+            85,
             (
                 Command(
                     f"{PYTEST} -s -v tests/gpu/test_vllm.py -k parity",
@@ -327,7 +327,7 @@ STAGES: list[Stage] = [
         tuple(Training(f"level {n}", "vllm", f"--rollout.sleep-level {n}") for n in (1, 2)),
         modules=("vllm",),
         short=Short(
-            55,
+            65,
             (Training("level 2", "vllm", "--rollout.sleep-level 2 --rollout.enforce-eager"),),
             proves="vLLM's sleep at level 2, without graphs: right weights after every wake, no memory lost",
         ),

@@ -18,11 +18,12 @@ LADDER: dict[str, dict[str, Any]] = {
     "whole": BEFORE | {"gather": "whole"},
     "chunks": WHOLE,
     "liger": WHOLE | {"liger": "on"},
+    "wide": WHOLE | {"liger": "on", "max_tokens_per_microbatch": 16384},
     "compiled": WHOLE | {"compile_layers": True},
 }
-"""Side -> settings of the FSDP policy. Each adds one change to the side above it, except that compiled layers replace
-Liger's. `layers` gathers each layer twice in a micro-batch; `chunks` computes the loss with the head, in three products
-instead of four."""
+"""Side -> settings of the FSDP policy. Each adds one change to the side above it, except that `compiled` changes
+`chunks`. `layers` gathers each layer twice in a micro-batch; `chunks` computes the loss with the head, in three
+products instead of four; `wide` has twice as many tokens in a micro-batch."""
 
 
 class Ours:

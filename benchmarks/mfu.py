@@ -119,7 +119,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer repetitions")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="+", choices=(*SIDES, *LADDER), help="default: all on a GPU")
+    parser.add_argument("--only", nargs="+", choices=(*SIDES, *LADDER), help="default: all (quick: not compiled)")
     parser.add_argument("--model", choices=MODELS, help="default: 1.5B on a GPU (quick 0.5B), 20M on a CPU (quick 2M)")
     parser.add_argument("--tokens", type=int, help="of a step; default 65536 on a GPU (quick 16384), 2048 on a CPU")
     parser.add_argument("--length", type=int, help="of the longest sequence; default 4096 on a GPU, 256 on a CPU")
@@ -201,7 +201,9 @@ def main() -> None:
         print(f"{maker / 1e12:.0f}" if maker else "unknown: MFU is against the matmul of this machine")
         head = ("kind", "side", "step s", "tokens/s", "TFLOPS", "MFU", "of maker's", "to plain", "busy", "GiB")
         print("{:7} {:9} {:>9} {:>9} {:>8} {:>6} {:>10} {:>8} {:>6} {:>6}".format(*head))
-        for group in groups(args.only or [*SIDES, *(LADDER if on_gpu else ())]):
+        # The compiler would take most of the time of a quick run.
+        ladder = [side for side in LADDER if on_gpu and not (args.quick and side == "compiled")]
+        for group in groups(args.only or [*SIDES, *ladder]):
             sides = {side: build(side, (scratch, kind, world, budget, args.recompute)) for side in group}
             for case, lengths in lengths_of(total, longest).items():
                 tokens = sequences(config, lengths)

@@ -6,19 +6,15 @@ with `pip install --target DIR liger-kernel cut-cross-entropy quack-kernels verl
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from spmdrl_kernels import blocks, chunked_loss, linear_logprob
+from spmdrl_kernels import chunked_loss, linear_logprob
 
 CHUNK = 1024
-WAVES = {"chunk_tokens": 8192, "chunk_vocab": 8448}
-"""A block of 8192 tokens: 2,112 tiles of 128 x 256, 16 on each of an H100's multiprocessors."""
 
 
 @dataclass
@@ -33,8 +29,6 @@ class Contender:
     certain: float = 0.1
     """Largest error of a bf16 gradient of nearly certain tokens; rounding logits of 30 may change 1 - p by this
     share."""
-    variant: bool = False
-    """True for our function with other settings, which targets and comparisons with others leave out."""
     logp: Any = None
     """For `loss` contenders, a function that returns the logp from which the loss is computed."""
 
@@ -62,16 +56,6 @@ def ours_loss(backend, **options):
         return chunked_loss(h, w, t, lambda logp, _, x: -logp / len(t), entropy=False, backend=backend, **options)[0]
 
     return call
-
-
-def one_stream(call: Callable) -> Callable:
-    """Return a function of ours whose row operations wait for the products instead of running beside them."""
-
-    def alone(*args):
-        with patch.dict(blocks.TURNS, gpu=1):
-            return call(*args)
-
-    return alone
 
 
 def told_logp(backend):
@@ -129,16 +113,6 @@ def quack():
     return lambda h, w, t: f(h, w, t, chunk_size=4096, reduction="mean")
 
 
-def variants() -> list[Contender]:
-    """Return our functions on a GPU with settings that were chosen without one, each for a comparison in one run."""
-    return [
-        Contender("spmdrl (triton), one stream", "both", one_stream(ours("triton")), 4, 2e-2, True),
-        Contender("spmdrl (triton), 8448 columns", "both", ours("triton", **WAVES), 4, 2e-2, True),
-        Contender("spmdrl (triton), chunks, one stream", "loss", one_stream(ours_loss("triton")), 3, variant=True),
-        Contender("spmdrl (triton), chunks of 1648", "loss", ours_loss("triton", chunk_tokens=1648), 3, variant=True),
-    ]
-
-
 def contenders(device: str, quick: bool = False) -> tuple[list[Contender], dict[str, str]]:
     """Return the contenders that can be imported, and the reasons why the others cannot, by name.
 
@@ -156,7 +130,6 @@ def contenders(device: str, quick: bool = False) -> tuple[list[Contender], dict[
     flavour = os.environ.get("LIGER_KERNEL_IMPL", "triton")
     wanted = [("liger, chunks in plain torch", "logp", liger_torch, 4)]
     if device == "cuda":
-        out += variants()
         slow = [
             ("torch.compile'd chunks", "both", compiled_chunks, 4),
             ("spmdrl (torch)", "both", lambda: ours("torch"), 4),

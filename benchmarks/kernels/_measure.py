@@ -216,7 +216,7 @@ def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
     """Return the largest ratio of our time to another contender's with the same shape, for each (kind, gives)."""
     done, out = [row for row in rows if "ms" in row], {}
     for mine, other in itertools.product(done, done):
-        same = all(mine[k] == other[k] for k in ("kind", "gives", "shape")) and not mine.get("variant")
+        same = all(mine[k] == other[k] for k in ("kind", "gives", "shape"))
         if same and mine["who"].startswith("spmdrl") and not other["who"].startswith("spmdrl"):
             name = mine["kind"], mine["gives"]
             out[name] = max(out.get(name, 0.0), mine["ms"] / other["ms"])

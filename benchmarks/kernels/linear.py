@@ -84,7 +84,7 @@ def jobs_of(shape, device, dtype, field) -> list[Job]:
         def run(i, c=c, kind=kind):
             work(c, kind, sets[i % len(sets)])
 
-        row = {"who": c.name, "kind": name, "gives": c.gives, "shape": shape} | ({"variant": True} if c.variant else {})
+        row = {"who": c.name, "kind": name, "gives": c.gives, "shape": shape}
         jobs.append(Job(row, run, LEAST[name], returned))
     return jobs
 
@@ -93,7 +93,7 @@ def targets_gpu(rows: list[dict]) -> None:
     """Print whether our time and memory at TARGET meet the targets; a missing row is a miss."""
     for kind in (*GOALS, "loss"):
         ours = [r for r in rows if r["who"].startswith("spmdrl (triton)") and r["gives"] != "logp" and "ms" in r]
-        row = next((r for r in ours if r["kind"] == kind and not r.get("variant")), {})
+        row = next((r for r in ours if r["kind"] == kind), {})
         if kind in GOALS:
             target(f"kernel-{kind}-over-bare-matmuls", row.get("ratio"), GOALS[kind], ".3f")
             target(f"kernel-{kind}-extra-mib", row.get("mib"), EXTRA_MIB, ".0f")

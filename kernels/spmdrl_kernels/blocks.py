@@ -5,7 +5,7 @@ rows, each row of the weight's gradient is computed by one product over all toke
 of the hidden states, which is smaller, is summed over blocks. `plan_rows` makes blocks with all columns instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,9 @@ WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 600 * 2**20}
 """Maximum number of bytes of logits in memory at the same time if all columns of a row are needed at once. On a GPU
 these are 2,048 rows at V=151936 in 16 bits: on an H100, four chunks of this size took 3 ms less than five of 1,648
 rows."""
-TURNS = {"cpu": 1, "gpu": 2}
-"""Number of buffers that `overlap.for_each_product` fills in turn with blocks."""
-EXACT_BYTES = {"cpu": 2 * 2**20, "gpu": 64 * 2**20}
-"""Maximum number of bytes of fp32 logits in memory before they are rounded to a 16-bit dtype. On an H100, pieces of 8
-and 16 MiB were slower, because the host launches short kernels more slowly than the device computes them."""
+EXACT_BYTES = {"cpu": 2 * 2**20, "gpu": 256 * 2**20}
+"""Maximum number of bytes of fp32 logits in memory before they are rounded to a 16-bit dtype. On an H200, smaller
+pieces were slower, because the host launches short kernels more slowly than the device computes them."""
 BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
 """Maximum number of rows of a block."""
 INVARIANT_ROWS = {"cpu": 64, "gpu": 512}
@@ -38,15 +36,9 @@ class Blocks:
     vocab: int
     rows: int
     columns: int
-    buffers: int = 1
-    """Number of blocks in memory at the same time."""
 
-    def products(
-        self, hidden_TD, weight_VD, before: Callable[[int], None] = lambda buffer: None
-    ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Yield hidden @ weight.T block by block in reused buffers: all columns of some rows, then the next rows.
-
-        before: function that is called with the number of a buffer before a product is written into the buffer.
+    def products(self, hidden_TD, weight_VD) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Yield hidden @ weight.T block by block in a reused buffer: all columns of some rows, then the next rows.
 
         Logits of 16-bit inputs are fp32, because rounding them to bf16 would cause most of the error of a logp (2^-9
         of the logit). A CPU multiplies in fp32 to get such logits, which is slower. On AMD GPUs the logits are rounded,
@@ -54,16 +46,13 @@ class Blocks:
         """
         exact = narrow(hidden_TD) and (hidden_TD.is_cpu or widens(hidden_TD))
         dtype = torch.float32 if exact else hidden_TD.dtype
-        size, at = min(self.rows, self.tokens) * min(self.columns, self.vocab), 0
-        count = max(1, min(self.buffers, -(-self.tokens // self.rows) * -(-self.vocab // self.columns)))
-        buffers = [hidden_TD.new_empty(size, dtype=dtype) for _ in range(count)]
+        size = min(self.rows, self.tokens) * min(self.columns, self.vocab)
+        buffer = hidden_TD.new_empty(size, dtype=dtype)
         for rows in spans(self.tokens, self.rows):
             states_CD = hidden_TD[rows].float() if exact and hidden_TD.is_cpu else hidden_TD[rows]
             for columns in spans(self.vocab, self.columns):
                 shape = (rows.stop - rows.start, columns.stop - columns.start)
-                logits_CV = buffers[at][: shape[0] * shape[1]].view(shape)
-                before(at)
-                at = (at + 1) % count
+                logits_CV = buffer[: shape[0] * shape[1]].view(shape)
                 product_(logits_CV, states_CD, weight_VD[columns].t(), False)
                 yield rows, columns, logits_CV
 
@@ -74,20 +63,19 @@ def place_of(device: torch.device) -> str:
 
 
 def plan_blocks(
-    tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None, columns: int | None = None, buffers: int = 1
+    tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None, columns: int | None = None
 ) -> Blocks:
     """Return blocks of these numbers of rows and columns; a number that is None depends on `like`'s device.
 
-    buffers: number of blocks in memory at the same time; together they fill the workspace. So if only `columns` is
-    given, more columns or buffers mean fewer rows. Blocks of given rows and columns may exceed the workspace.
+    If only `columns` is given, more columns mean fewer rows. Blocks of given rows and columns may exceed the workspace.
     """
     place = place_of(like.device)
-    numbers = WORKSPACE_BYTES[place] // max(4, like.element_size()) // buffers
+    numbers = WORKSPACE_BYTES[place] // max(4, like.element_size())
     if rows is None:
         rows = even(tokens, BLOCK_ROWS[place] if columns is None else numbers // columns)
     if columns is None:
         columns = even(vocab, numbers // rows, 256)
-    return Blocks(tokens, vocab, rows, columns, buffers)
+    return Blocks(tokens, vocab, rows, columns)
 
 
 def plan_rows(tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None) -> Blocks:

@@ -16,7 +16,6 @@ from spmdrl_kernels.backend import row_operations
 from spmdrl_kernels.blocks import (
     BLOCK_ROWS,
     EXACT_BYTES,
-    TURNS,
     WORKSPACE_BYTES,
     Blocks,
     even,
@@ -30,7 +29,6 @@ from spmdrl_kernels.checks import check_linear, check_settings, check_values
 from spmdrl_kernels.deferred import check_later
 from spmdrl_kernels.gradients import Gradients
 from spmdrl_kernels.linear import Job, is_top, kept_rows, spread
-from spmdrl_kernels.overlap import for_each_product
 from spmdrl_kernels.reference import TorchRows
 from spmdrl_kernels.vocabulary import new_state, open_vocabulary
 
@@ -94,7 +92,7 @@ def chunked_loss(
     check_values(targets_T, temperature, vocabulary.total)
     blocks = plan_rows(len(hidden_TD), vocabulary.total, hidden_TD, chunk_tokens)
     blocks = plan_rows(len(hidden_TD), vocabulary.size, hidden_TD, blocks.rows)
-    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks, blocks)
+    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
     needed = torch.is_grad_enabled()
     caller = _Caller(loss_fn, inputs, entropy, top)
     total, *columns = _ChunkedLoss.apply(hidden_TD, weight_VD, targets_T, job, caller, needed)
@@ -174,16 +172,12 @@ def _states(
 
     if narrow(hidden_CD):
         kept_4C = new_state(n, vocab, job.dtype, hidden_CD.device) if rounded else state_4C
-        place = place_of(hidden_CD.device)
-        columns = even(vocab, EXACT_BYTES[place] // TURNS[place] // (4 * max(1, n)), 256)
-
-        def add(_: slice, columns: slice, exact_CV: torch.Tensor) -> None:
+        step = even(vocab, EXACT_BYTES[place_of(hidden_CD.device)] // (4 * max(1, n)), 256)
+        for _, columns, exact_CV in Blocks(n, vocab, n, step).products(hidden_CD, weight_VD):
             if rounded:
                 operations.add_rounded_(exact_CV, state_4C, logits_CV[:, columns], kept_4C, *given(columns))
             else:
                 operations.add_stats_(operations.borrow(exact_CV), state_4C, *given(columns))
-
-        for_each_product(Blocks(n, vocab, n, columns, TURNS[place]), hidden_CD, weight_VD, add)
     else:
         for columns in pieces:
             piece_CV = logits_CV[:, columns]

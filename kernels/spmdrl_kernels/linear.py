@@ -14,10 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from spmdrl_kernels.backend import choose, row_operations
-from spmdrl_kernels.blocks import INVARIANT_ROWS, TURNS, Blocks, place_of, plan_blocks
+from spmdrl_kernels.blocks import INVARIANT_ROWS, Blocks, place_of, plan_blocks
 from spmdrl_kernels.checks import check_linear, check_settings, check_values
 from spmdrl_kernels.gradients import Gradients
-from spmdrl_kernels.overlap import for_each_product
 from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, Vocabulary, new_state, open_vocabulary
 
 
@@ -95,7 +94,7 @@ def linear_logprob(
     if batch_invariant:
         hidden_TD, targets_T, temperature, chunk_tokens = _padded(hidden_TD, targets_T, temperature, chunk_tokens)
     given = len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab
-    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, plan_blocks(*given), _turns(*given))
+    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, plan_blocks(*given))
     logp_T, entropy_T = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy and not top, top)
     entropy_T = None if entropy_T is None else spread(entropy_T, kept, tokens)
     return spread(logp_T, kept, tokens), entropy_T
@@ -170,24 +169,19 @@ def collision_probability(
     check_settings(softcap, {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab})
     vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, group_rows=group_rows)
     check_values(None, temperature, vocabulary.total)
-    turns = _turns(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
-    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, turns, turns)
+    blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
+    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
     state_4T = job.stats(job.operations(hidden_TD), hidden_TD, weight_VD, targets_T, "collision")
     return state_4T[SECOND] / state_4T[SUM].square()
-
-
-def _turns(tokens: int, vocab: int, like: torch.Tensor, rows: int | None, columns: int | None) -> Blocks:
-    """Return the blocks of a forward pass: those of `plan_blocks`, in as many buffers as the device's TURNS."""
-    return plan_blocks(tokens, vocab, like, rows, columns, TURNS[place_of(like.device)])
 
 
 class Job:
     """The arguments of one call, and the blocks into which its logits are divided."""
 
-    def __init__(self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, backend, blocks: Blocks, turns: Blocks):
-        """Store the arguments. blocks: the blocks of a gradient's computation. turns: the blocks of `stats`."""
+    def __init__(self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, backend, blocks: Blocks):
+        """Store the arguments."""
         self.vocabulary, self.softcap, self.backend = vocabulary, softcap, backend
-        self.blocks, self.turns = blocks, turns
+        self.blocks = blocks
         self.dtype = wide(hidden_TD)
         self.scale_T = scale_of(temperature, len(hidden_TD), self.dtype, hidden_TD.device)
 
@@ -206,11 +200,9 @@ class Job:
         """
         state_4T = new_state(len(hidden_TD), self.vocabulary.size, self.dtype, hidden_TD.device)
 
-        def add(rows: slice, columns: slice, logits_CV: torch.Tensor) -> None:
+        for rows, columns, logits_CV in self.blocks.products(hidden_TD, weight_VD):
             given = targets_T[rows], self.vocabulary.start + columns.start, self.scale(rows), self.softcap
             operations.add_stats_(logits_CV, state_4T[:, rows], *given, second, columns.start == 0)
-
-        for_each_product(self.turns, hidden_TD, weight_VD, add)
         self.vocabulary.merge_(state_4T, second)
         return state_4T
 

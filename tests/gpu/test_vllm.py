@@ -1,7 +1,7 @@
 """One real vLLM engine on a GPU beside the trainer, measured by `tests/engines/probe.py`, as on a CPU in tests/engines.
 
-The engine runs without CUDA graphs, which `benchmarks/colocated.py` covers: their capture takes most of a start. The
-limits of |dlogp| in float32 are first guesses: kernels may multiply in TF32, and nobody here has run this.
+The engine runs without CUDA graphs, which `benchmarks/colocated.py` covers: their capture takes most of a start. On an
+H200 |dlogp| was at most 9e-5 after five updates, by `TRITON_F32_DEFAULT=ieee`: products in TF32 would make it 0.01.
 """
 
 import json
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not (find_spec("vllm") and vllm_wants_gpu()), reason="vLLM's CUDA build is not installed"),
 ]
-MEAN, MOST = 5e-3, 0.05
+MEAN, MOST = 1e-4, 1e-3
 """Largest mean and largest |dlogp| of engine and trainer."""
 
 
@@ -35,7 +35,7 @@ def measured(scenario: str, folder: Path) -> dict:
 
 
 def agrees(row: dict) -> None:
-    assert row["tokens"] >= 40 and row["spread"] > 0.1, row
+    assert row["tokens"] >= 20 and row["spread"] > 0.1, row
     assert row["engine_trainer_mean"] < MEAN and max(row["engine_trainer"], row["engine_hf"]) < MOST, row
 
 
