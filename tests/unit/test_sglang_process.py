@@ -113,3 +113,12 @@ def test_server_loads_only_files_that_its_interpreter_can_import():
                 assert not getattr(node, "level", 0), file
                 found = [node.module or ""] if isinstance(node, ast.ImportFrom) else [n.name for n in node.names]
                 assert {name.partition(".")[0] for name in found} <= usable, (file, found)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "precision"),
+    [("cuda", "float32", "ieee"), ("cuda", "bfloat16", None), ("cpu", "float32", None)],
+)
+def test_triton_multiplies_float32_without_tf32_on_a_gpu(device, dtype, precision):
+    config = {"options": {"device": device, "dtype": dtype, "tp_size": 1}}
+    assert sglang_process.environment(config).get("TRITON_F32_DEFAULT") == precision

@@ -198,4 +198,7 @@ def environment(config: dict) -> dict[str, str]:
         # time than it saves.
         cores = "|".join(["0"] * config["options"]["tp_size"])
         values |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores, "TORCH_COMPILE_DISABLE": "1"}
+    elif config["options"]["dtype"] == "float32":
+        # As in vLLM's `set_environment`: Triton would multiply float32 matrices in TF32.
+        values["TRITON_F32_DEFAULT"] = "ieee"
     return values | {k: v for k, v in os.environ.items() if not RANK_VARIABLES.fullmatch(k)}
