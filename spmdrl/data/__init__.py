@@ -1,15 +1,15 @@
-"""The data of a run: prompts, episodes, packed batches, micro-batches.
+"""The data of a run: prompts, episodes, packed batches, and micro-batches.
 
 sources.py        reads rows from files, HF datasets, reasoning-gym and built-in tasks
 builtin.py        the built-in tasks
 rowfiles.py       reads rows without loading them all into memory: files by index, and streams
 mixture.py        draws prompts and rows in order, and mixes weighted sources
 prompts.py        the prompts of a run
-prompt_columns.py puts row columns into the prompt, and leaves the others to reward functions
+prompt_columns.py inserts row columns into the prompt, and leaves other columns to reward functions
 dialogues.py      reads supervised rows as dialogues or text
 preferences.py    reads preference rows as pairs or labelled responses
 steps.py          splits responses into steps, and reads rows of labelled steps
-row_columns.py    reads a row's additional columns, and lists those that nothing reads
+row_columns.py    reads a row's additional columns, and lists unread columns
 chat.py           chooses the chat template, and renders and tokenizes a prompt
 rendering.py      renders dialogues with a chat template
 turns.py          finds the text that an assistant generates in a rendered dialogue
@@ -19,7 +19,7 @@ template_ends.py  finds the tokens with which a chat template ends an assistant 
 tokens.py         tokenizes a rendered dialogue and builds its loss mask
 conversation.py   tokenizes the messages between a policy's sampled turns
 turn_tail.py      finds the text between an assistant turn and the next prompt
-controls.py       keeps control tokens in message text from being parsed as such
+controls.py       keeps message text from being parsed as control tokens
 segment.py        a run of tokens that were sampled or observed together
 episode.py        one sample of a prompt: a tree of segments, and its reward
 scores.py         reads and computes answer scores
@@ -29,5 +29,5 @@ step_batch.py     builds a step's batch: columns, replayed sequences, optimizer 
 distribute.py     distributes a batch over ranks and optimizer steps
 microbatch.py     forms micro-batches up to a token budget
 placeholders.py   marks the placeholder tokens of images in a batch
-tree.py           computes tokens shared by a prompt's samples or an episode's paths only once
+tree.py           avoids recomputing tokens shared by a prompt's samples or an episode's paths
 """

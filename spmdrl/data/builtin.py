@@ -1,6 +1,6 @@
 """Small tasks generated from a fixed seed. They need no download, and held-out rows do not occur in training.
 
-The exception is the task `episodes`, whose rows are all equal.
+The `episodes` task is an exception: all its rows are equal.
 """
 
 import difflib
@@ -9,7 +9,7 @@ import random
 LETTERS = "abcdefghij"
 REVERSE_EVAL, REVERSE_TRAIN = 512, 4096
 ADDITION_EVAL = {1: 20, 2: 160}
-"""Number of digits -> number of held-out ordered pairs: 20 of 100 (1 digit), or 160 of 8,100 (2 digits)."""
+"""Maps a number of digits to its number of held-out ordered pairs: 20 of 100 for one digit, 160 of 8,100 for two."""
 ADDITION_TRAIN = 4000
 
 
@@ -22,7 +22,7 @@ def reverse(held_out: bool) -> list[dict]:
 
 
 def reverse_pairs(held_out: bool) -> list[dict]:
-    """Return the rows of `reverse` with a correct response and a wrong one that has two adjacent letters swapped.
+    """Return the rows of `reverse`, each with a correct response and a wrong one with two adjacent letters swapped.
 
     Rows of five equal letters are omitted, because swapping letters would not make the response wrong.
     """
@@ -56,8 +56,8 @@ def reverse_steps(held_out: bool) -> list[dict]:
 def addition(digits: int, held_out: bool) -> list[dict]:
     """Return rows for adding two numbers of 1 (0..9) or 2 (10..99) digits.
 
-    If a + b is held out, so is b + a. One digit: 80 training pairs and 20 held-out pairs. Two digits: 4,000 training
-    pairs and 160 held-out pairs.
+    If a + b is held out, so is b + a. One-digit addition has 80 training pairs and 20 held-out pairs; two-digit
+    addition has 4,000 training pairs and 160 held-out pairs.
     """
     low, high = (0, 10) if digits == 1 else (10, 100)
     unordered = [(a, b) for a in range(low, high) for b in range(a, high)]
@@ -76,7 +76,7 @@ def addition(digits: int, held_out: bool) -> list[dict]:
 
 
 def episodes(held_out: bool) -> list[dict]:
-    """Return identical rows with an empty prompt, for environments that need only a seed: 512 held out, or 4,096."""
+    """Return 512 (held out) or 4,096 identical rows with an empty prompt, for environments that need only a seed."""
     return [{"prompt": "", "answer": ""} for _ in range(REVERSE_EVAL if held_out else REVERSE_TRAIN)]
 
 
@@ -93,7 +93,7 @@ RAW = {"reverse", "reverse-pairs", "reverse-steps"}
 
 
 def nearest(name: str, names) -> str:
-    """Return a hint for an error message: `did you mean 'x'? ` if a name is close, then up to 40 of the known names."""
+    """Return a hint for an error message: a suggestion if a known name is close, then up to 40 known names."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")

@@ -33,7 +33,7 @@ def template_text(value: str) -> str:
 
 
 def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str:
-    """Return the chat template, chosen from named ones like in transformers, or an empty string if there is none.
+    """Return the chat template, or an empty string if there is none. Named templates are chosen as in transformers.
 
     given: a template's text or the name of a tokenizer template; empty for the tokenizer's default.
     tools: True if the dialogue has tools.
@@ -75,12 +75,12 @@ class Today:
     """The date that chat templates show as the current date, unless a template variable overrides it."""
 
     first: date | None = None
-    """The day on which the run first started, so that a resumed run renders the same tokens; None for the current
+    """Day on which the run first started; a resumed run uses it to render the same tokens. None means the current
     day."""
 
 
 def variables(more: dict[str, Any]) -> dict[str, Any]:
-    """Return the template variables `more`, plus the function that returns the date if the date is fixed."""
+    """Return the template variables `more`, and a date function if the date is fixed."""
     given = more.get(DATE)
     day = date.fromisoformat(given) if isinstance(given, str) else Today.first
     return more | ({DATE: datetime(day.year, day.month, day.day).strftime} if day else {})
@@ -104,9 +104,9 @@ def encode(
 ) -> tuple[list[int], str]:
     """Tokenize a prompt; return its tokens and the text that they encode.
 
-    prompt: text, or messages `{"role": ..., "content": ...}`, the last of which the policy answers. system: text of a
-    system message to prepend, or empty for none. prefill: beginning of the reply, appended as text. chat: `on`, `off`
-    or `auto` (on if there is a template). chat_template: jinja text (`template_text`) that overrides the tokenizer's
+    prompt: text, or messages `{"role": ..., "content": ...}`; the policy answers the last one. system: text of a system
+    message to prepend, or empty for none. prefill: beginning of the reply, appended as text. chat: `on`, `off` or
+    `auto` (on if there is a template). chat_template: jinja text (`template_text`) that overrides the tokenizer's
     template. tools: JSON schemas of tools, for the template. more: template variables.
 
     Text rendered by a template already contains all special tokens, so none are added. Without a template, the

@@ -1,9 +1,9 @@
 """Keeps control tokens in message text apart from the control tokens that a chat template writes.
 
 A message might contain the text of a control token (`<|im_end|>` in a tool's output). Before rendering, a mark is
-inserted after the first character of each such text, except for the texts in WRITTEN in assistant messages. The
-rendered text is then split at the marks and tokenized piece by piece, so the only control tokens in it are those that
-the template writes and those in WRITTEN.
+inserted after the first character of each such text. Texts in WRITTEN get no mark in assistant messages. The rendered
+text is then split at the marks and tokenized piece by piece, so its only control tokens are those that the template
+writes and those in WRITTEN.
 """
 
 import json

@@ -33,7 +33,7 @@ class Next:
     """The continuation of the context after an assistant turn."""
 
     tokens: list[int]
-    """Observed tokens to append to the sampled ones, up to and including the generation prompt. Empty on a fork."""
+    """Observed tokens to append to the sampled ones, through the generation prompt. Empty if `fork` is set."""
     fork: list[int] | None = None
     """The complete prompt of the next turn if the template renders earlier text differently, else None."""
 
@@ -55,7 +55,7 @@ class Conversation:
         "branch" starts a branch if the template renders earlier messages differently. more: template variables.
 
         Raises ValueError for any other history value, or if the template cannot continue a test conversation. With
-        "keep", also if the text that the template puts between two turns is ambiguous.
+        "keep", it is also raised if the text that the template puts between two turns is ambiguous.
         """
         if history not in ("keep", "branch"):
             raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
@@ -108,7 +108,7 @@ class Conversation:
 
     @property
     def no_tools(self) -> str:
-        """Advice for the case that the template does not show the tools."""
+        """Advice for users whose template does not show the tools."""
         return (
             f"{self.name} does not show the tools: choose with --data.chat-template one that does, or set `calls` in "
             "the YAML file of --env to the form in which the policy calls tools without seeing them"
@@ -144,7 +144,7 @@ class Conversation:
         """Return the tokens that follow an assistant turn.
 
         messages: all messages before the turn. assistant: the turn as a message, `{"role": "assistant", "content"}`
-        with `tool_calls` and `reasoning_content` if it has any; history "keep" reads only the names and ids of its
+        with `tool_calls` and `reasoning_content` if it has any; history "keep" reads only the names and ids of the tool
         calls. tokens: the turn's sampled tokens. ended: True if the last of them ends the turn. new: the tool, user or
         system messages that follow.
 
@@ -201,7 +201,7 @@ class Conversation:
         self._shown.add(key)
 
     def _check_tools(self, marked: _Marked) -> None:
-        """Raise ValueError if the prompt omits a tool. Each pair of roles and tool count is checked only once."""
+        """Raise ValueError if the prompt omits a tool. Each combination of roles and tool count is checked once."""
         messages, tools = marked.messages, marked.tools or []
         key = (tuple(m["role"] for m in messages), len(tools))
         if key in self._tools_shown:
@@ -261,7 +261,7 @@ class Conversation:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _appended(self, tail: Tail, mark: str, tokens: list[int], ended: bool) -> list[int]:
-        """Return the tokens to append after a sampled turn: the tail's, except those that the turn already has."""
+        """Return the tail tokens to append after a sampled turn, without those that the turn already has."""
         ids, end = self.controls.tokens(tail.text, mark), self._end(tail.text[: tail.closing], mark)
         leading = next((i for i, token in enumerate(ids) if token not in self.controls.ids), len(ids))
         if ended and tokens and tokens[-1] in ids[:leading]:
@@ -271,7 +271,7 @@ class Conversation:
         return ids[next((n for n in range(len(end), 0, -1) if tokens[-n:] == end[:n]), 0) :]
 
     def _end(self, text: str, mark: str) -> list[int]:
-        """Tokenize the text that ends a turn, with a cache, because a template has few such texts."""
+        """Tokenize the text that ends a turn. Results are cached, because a template has few such texts."""
         if (text, mark) not in self._closings:
             self._closings[text, mark] = self.controls.tokens(text, mark)
         return self._closings[text, mark]

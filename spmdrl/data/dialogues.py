@@ -37,7 +37,7 @@ ROLES = {
     "system": "system",
     "developer": "developer",
 }
-"""Role in a file -> role in a template."""
+"""Maps roles in data files to roles in templates."""
 TRAINED = ("loss", "weight", "train", "trainable")
 """Message fields that determine whether the message is trained on: 1 or 0, true or false."""
 FIELDS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS)
@@ -61,7 +61,7 @@ class Example:
 
     dialogue: Dialogue | None = None
     trained: list[bool | None] = field(default_factory=list)
-    """For each message, whether it is trained on, or None if the row does not say."""
+    """One entry per message: whether the message is trained on, or None if the row does not specify it."""
     before: list[dict] = field(default_factory=list)
     """Messages that a template renders before the prompt: a system message and earlier exchanges."""
     tools: list | None = None
@@ -122,7 +122,7 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
 def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
     """Return an example with a prompt and its completion; only the completion is trained on.
 
-    Raises RowError if either is neither text nor messages, or if the completion is empty.
+    Raises RowError if the prompt or the completion is neither text nor messages, or if the completion is empty.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -145,7 +145,10 @@ def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: s
 
 
 def as_dialogue(example: Example, system: str = "") -> Example:
-    """Convert a prompt and its completion to a dialogue for a template; earlier answers in it are trained on, too."""
+    """Convert a prompt and its completion to a dialogue for a template.
+
+    Earlier answers in the dialogue are trained on, too.
+    """
     messages = with_system({}, example.before, system)
     messages = [*messages, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
     return Example(Dialogue(messages, example.tools, example.more), [None] * len(messages))

@@ -69,7 +69,7 @@ def assign_updates(batch: Batch, updates: int, prompts: int, order: list[int]) -
     """Assign all samples of a prompt to one optimizer step; each step gets the same number of prompts, in `order`.
 
     order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step) and the same on every rank. Replayed
-    sequences have positions of `prompts` or more, which are taken modulo `prompts`.
+    sequences have positions from `prompts` upwards; these are taken modulo `prompts`.
     """
     step_of = torch.zeros(prompts, dtype=torch.int64)
     step_of[torch.tensor(order)] = torch.arange(prompts) * updates // prompts
@@ -82,9 +82,11 @@ def gather_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather numeric rows from all ranks, in the sample order of their sequences. Collective.
 
-    seq_n: int64 [n] ascending, index in `batch` of each row's sequence; rows of one sequence keep their order.
-    columns_nK: float64 [n, K]. Returns all rows, float64 [N, K], the same on every rank, and the indices of this rank's
-    rows in them, int64 [n].
+    seq_n: int64 [n], for each row the index of its sequence in `batch`, in ascending order. Rows of one sequence keep
+    their order. columns_nK: float64 [n, K].
+
+    Returns the rows of all ranks, float64 [N, K], the same on every rank, and the indices of this rank's rows among
+    them, int64 [n].
     """
     keys = batch.keys[seq_n].double()
     rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))

@@ -1,7 +1,7 @@
 """An episode, the unit of experience: one sample of one prompt, produced by an engine and an environment.
 
-An episode is a list of segments: the prompt, and for each turn the tokens that the policy sampled and then observed. A
-response that was continued in a later step has one segment per weight version.
+An episode is a list of segments: first the prompt, then the tokens sampled and observed in each turn. A response that
+was continued in a later step has one segment per weight version.
 
 The segments form a tree that only grows: each segment is a root or follows an earlier one. A turn starts a branch if
 the history that the policy sees was rewritten or shortened; tokens shared by branches are stored once. A path leads
@@ -20,8 +20,9 @@ from spmdrl.data.segment import BY_PATH, NONE, PREVIOUS, STATES, Segment, prompt
 __all__ = ["FINISH_REASONS", "STATES", "Episode", "Segment", "episode_of", "prompt_segment", "segments_of"]
 
 FINISH_REASONS = ("stop", "length", "abort", "turns", "time")
-"""Reasons why an episode ended. `stop`: end token, stop string or the environment; `length`: token limit; `abort`:
-stopped by the caller or by an environment failure; `turns`, `time`: turn limit and time limit."""
+"""Reasons why an episode ended. `stop` stands for an end token, a stop string or an end set by the environment,
+`length` for the token limit, and `abort` for a stop by the caller or an environment failure. `turns` and `time` stand
+for the turn limit and the time limit."""
 
 
 @dataclass
@@ -37,8 +38,8 @@ class Episode:
     sample: int
     """Index of the sample in its group."""
     position: int
-    """Index of this prompt draw among all draws of the run; in a step's batch, its index among that step's draws, from
-    0 to prompts_per_step - 1. It distinguishes two draws of the same prompt."""
+    """Index of this prompt draw among all draws of the run. In a step's batch, the index counts only that step's draws,
+    from 0 to prompts_per_step - 1. It distinguishes two draws of the same prompt."""
     segments: list[Segment]
     """The segments in order of creation; the first one starts with the prompt."""
     finish: str = ""
@@ -66,8 +67,9 @@ class Episode:
     """Stage of the episode: `opening` (its environment prepares the prompt), `sampling` (the engine samples it),
     `answering` (its environment prepares an answer), `grading`, `graded`; empty before the engine has room for it."""
     experts: torch.Tensor | None = None
-    """int16 [n, W]: expert ids, layer by layer, that each of the first n tokens was routed to, or -1 if unknown. Tokens
-    are numbered through all segments in order; routing after the first n is unknown. W: `hub.routing.Experts.width`."""
+    """int16 [n, W]: ids of the experts that the first n tokens were routed to, layer by layer, or -1 if unknown. Tokens
+    are numbered across all segments in order; the routing of later tokens is unknown. W is
+    `hub.routing.Experts.width`."""
 
     def __post_init__(self):
         assert self.finish in ("", *FINISH_REASONS), self.finish
@@ -78,7 +80,7 @@ class Episode:
     # ── the tree ─────────────────────────────────────────────────────────────
 
     def before(self, index: int) -> int:
-        """Return the index of the segment that a segment follows, or -1 if there is none."""
+        """Return the index of the segment that precedes segment `index`, or -1 if there is none."""
         after = self.segments[index].after
         return index - 1 if after == PREVIOUS else max(after, -1)
 
@@ -96,12 +98,12 @@ class Episode:
         return self.path_to(len(self.segments) - 1)
 
     def paths(self) -> list[list[int]]:
-        """Return the segment indices of every path, ordered by the creation of the path's last segment."""
+        """Return the segment indices of every path, in the order in which the paths' last segments were created."""
         followed = {self.before(i) for i in range(len(self.segments))}
         return [self.path_to(i) for i in range(len(self.segments)) if i not in followed]
 
     def along(self, pick: Callable[[Segment], torch.Tensor], path: list[int] | None = None) -> torch.Tensor:
-        """Concatenate the tensors that `pick` returns for a path's segments. path: None for the current path."""
+        """Concatenate the tensors that `pick` returns for a path's segments. Without `path`, use the current path."""
         return torch.cat([pick(self.segments[i]) for i in (self.path if path is None else path)])
 
     # ── tokens of the current path ───────────────────────────────────────────
@@ -174,7 +176,7 @@ class Episode:
         """Append an environment response, which starts a turn.
 
         state: id of the state that the tokens show, or None to compute it from all tokens of the path. after: index of
-        the segment that the tokens follow, None for the last one, or NONE to start a new root; following any other
+        the segment that the tokens follow. Use None for the last segment, or NONE to start a new root; any other
         segment starts a branch (`cut` returns the segment that ends after a given token). parent: as in `Segment`.
 
         Raises ValueError if there are no tokens, if a token is negative, or if state, after or parent is out of range.
@@ -200,8 +202,8 @@ class Episode:
     def fork(self, prompt: list[int], state: int | None = None) -> int:
         """Start a turn with a complete prompt, because its history was rewritten; return the number of shared tokens.
 
-        The prompt shares its longest common prefix with a path, except for the prompt's last token; the remaining
-        tokens are observed. The turn's parent is the turn that was sampled last. A prompt that continues the current
+        The longest prefix that the prompt has in common with a path is shared, but never the prompt's last token. The
+        remaining tokens are observed. The turn's parent is the last sampled turn. A prompt that continues the current
         path extends it. state: as in `add_observed`.
 
         Raises ValueError if the prompt is empty, or a token is negative.

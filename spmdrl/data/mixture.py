@@ -18,14 +18,14 @@ from spmdrl.spmd.seeds import generator_for
 
 BLOCK = 10_000
 """Number of stream rows that are shuffled together in memory."""
-_STREAM = 0x57EA  # part of the key that separates the permutations of blocks from other draws
+_STREAM = 0x57EA  # key component that separates block permutations from other draws
 
 
 Key = tuple[str, int]
 """An indexed source's name and the index of one of its rows."""
 
 
-_ORDER = 0x0DE4  # part of the key that separates an epoch's order from draws keyed by (seed, small number)
+_ORDER = 0x0DE4  # key component that separates an epoch's order from draws keyed by (seed, small number)
 
 
 @lru_cache(maxsize=4)
@@ -96,7 +96,7 @@ class Blocks:
         """shuffle: False to draw the rows in the order of the stream."""
         self.source, self.seed, self.shuffle, self.block = source, seed, shuffle, block
         self.epoch, self.first, self.taken = 0, 0, 0
-        """Epoch, counted from 0; index of the block's first row in the stream; number of rows drawn from the block."""
+        """Epoch (counted from 0), stream index of the block's first row, and number of rows drawn from the block."""
         self.rows_in_block: list[dict | ValueError] = []
         self.order: list[int] = []
         self.rows: Iterator[dict | ValueError] | None = None

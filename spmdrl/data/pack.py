@@ -21,7 +21,8 @@ class Path:
     """Number of paths of the episode."""
     indices: list[int]
     segments: list[Segment]
-    """Segments of the path. Those that also belong to an earlier path count as observed, so each is trained on once."""
+    """Segments of the path. A segment that is also on an earlier path counts as observed, so it is trained on only
+    once."""
 
 
 def _paths_of(episode: Episode) -> list[Path]:
@@ -51,9 +52,9 @@ def from_episodes(
     timed out.
     experts_width: width of `token["experts"]`, from `Episode.experts`; 0 to omit this column.
     turns: add `token["turn"]`, `token["state"]` and `token["parent"]`.
-    turn_rewards: add `token["turn_reward"]`, and two token counts of the path's episode: `seq["made"]` counts the
-    tokens after the prompt, `seq["distinct"]` all tokens; tokens shared by paths count once. If False, turn rewards are
-    only included in `seq["reward"]`.
+    turn_rewards: add `token["turn_reward"]`, and two token counts per episode: `seq["made"]` counts the tokens after
+    the prompt, and `seq["distinct"]` all tokens. Tokens shared by paths count once. If False, turn rewards appear only
+    as part of `seq["reward"]`.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 

@@ -1,8 +1,8 @@
 """Reads preference rows: two responses to one prompt, or one labelled response.
 
-- A pair: `chosen` and `rejected`, called its sides, each text or messages. The prompt is a separate column, or the
-  common prefix of both sides (TRL, UltraFeedback, HH-RLHF).
-- A labelled response: `prompt`, `completion` and `label`, which is true for a good response (KTO).
+- A pair has two sides, `chosen` and `rejected`, both text or both messages. The prompt is a separate column, or the
+common prefix of both sides (TRL, UltraFeedback, HH-RLHF).
+- A labelled response has `prompt`, `completion` and `label`; the label is true for a good response (KTO).
 """
 
 import math
@@ -24,7 +24,8 @@ from spmdrl.data.dialogues import (
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 CHOSEN, REJECTED = 0, 1
-"""Sample indices of a pair's two sides. A response labelled true counts as chosen, one labelled false as rejected.
+"""Sample indices of a pair's two sides. A response labelled true counts as chosen, and a response labelled false as
+rejected.
 """
 SIDES = ("chosen", "rejected")
 
@@ -44,7 +45,7 @@ class Preference:
     """One preference row: a pair, or a labelled response."""
 
     sides: dict[int, Example] = field(default_factory=dict)
-    """CHOSEN or REJECTED -> the example on that side; a labelled response has only one side."""
+    """Maps CHOSEN and REJECTED to the examples on these sides; a labelled response has only one side."""
     margin: float | None = None
     """Margin by which the chosen side is better, or None if the row has none."""
 
@@ -52,8 +53,8 @@ class Preference:
 def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:
     """Read one preference row. system: system message for dialogues that have none.
 
-    Raises RowError if the row has neither form, if its sides are equal or answer different prompts, or if a part of it
-    is malformed.
+    Raises RowError if the row is neither a pair nor a labelled response, if its sides are equal or answer different
+    prompts, or if a column is malformed.
     """
     row = Row(row)
     check_text(row)

@@ -1,8 +1,8 @@
-"""Puts row columns into the prompt: those that chat templates read, and those that `--data.template` names.
+"""Inserts row columns into the prompt: columns that chat templates read, and columns that `--data.template` names.
 
-Templates read columns by ordinary words: `documents` might be reward data, and `history` a patient record. Such a
-column goes into the prompt only if a chat template renders the prompt, the column's value has the expected format, and
-no setting uses the column for something else. All other columns are left to reward functions.
+The columns that templates read have ordinary names: `documents` might be reward data, and `history` a patient record.
+Such a column goes into the prompt only if a chat template renders the prompt, the column's value has the expected
+format, and no setting uses the column for something else. All other columns are left to reward functions.
 """
 
 import re
@@ -45,13 +45,13 @@ READERS: dict[str, Callable[[dict], Any]] = {
     **dict.fromkeys((KWARGS, *VARIABLES), variables_of),
     "documents": _check_documents,
 }
-"""Column -> function that reads it, and raises RowError if the value does not have the expected format."""
+"""Maps a column to a function that reads it and raises RowError if the value does not have the expected format."""
 OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
 """Columns that are read even if an environment starts the episodes."""
 
 
 def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool) -> tuple[Row, dict[str, str]]:
-    """Return a row without the columns to keep out of its prompt, and a dict of column -> reason for keeping it out.
+    """Return a row without the columns to keep out of its prompt, and the reasons for this by column name.
 
     named: columns that settings name; they are kept out without a reason. template: True if a chat template renders the
     prompt. begun: True if an environment starts the episodes.
@@ -72,7 +72,7 @@ def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool
 
 
 def left_lines(left: Iterable[dict[str, str]]) -> tuple[str, ...]:
-    """Return a sentence about each column that was kept out of prompts. left: for each row, column -> reason."""
+    """Return a sentence about each column that was kept out of prompts. left: each row's reasons by column."""
     counts, reasons = Counter[str](), dict[str, str]()
     for row in left:
         counts.update(row.keys())

@@ -1,9 +1,9 @@
 """Reads, formats and tokenizes the prompts of a run, and drops those that are too long.
 
-Two row layouts are supported. Plain: a prompt column and an answer column, chosen by name. verl's: `data_source, prompt
-(chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any file format.
-Some other columns (`prompt_columns.py`) hold a system message, earlier exchanges, tools, and chat template variables;
-the rest are passed to reward functions.
+Two row layouts are supported. Plain rows have a prompt column and an answer column, chosen by name. Rows in verl's
+layout have the columns `data_source, prompt (chat messages), ability, reward_model {ground_truth, style}, extra_info`;
+this layout is recognized by its columns in any file format. Some other columns (`prompt_columns.py`) hold a system
+message, earlier exchanges, tools, and chat template variables; the rest are passed to reward functions.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
 from spmdrl.data.sources import Source, read_source
 
 REFUSED = SupervisedDataConfig.max_refused
-"""Maximum fraction of rows that may be omitted because tokenizers cannot encode their text; same default as SFT."""
+"""Maximum fraction of rows that may be omitted because tokenizers cannot encode their text, as for SFT."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prompt:
     """One prompt, ready for the engine."""
 
     index: int
-    """Index of the prompt's row in the source; all random draws for the prompt are keyed by it."""
+    """Index of the prompt's row in the source; it keys all random draws for the prompt."""
     tokens: list[int]
     ground_truth: object
     """Value that the reward function compares responses with (JSON-able)."""
@@ -60,8 +60,8 @@ class Prompt:
     more: dict = field(default_factory=dict)
     """The row's chat template variables, which override those of the run."""
     opening: list | None = None
-    """Messages with which an environment starts an episode: those from other columns (a system message, earlier
-    exchanges), then the prompt's. None if no other column contains messages."""
+    """Messages with which an environment starts an episode: first messages from other columns (a system message,
+    earlier exchanges), then those of the prompt. None if no other column contains messages."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,14 @@ class PromptSet:
     left: tuple[str, ...] = ()
     """Sentences about columns kept out of prompts, tools and variables that are not shown, and omitted rows."""
     place: Callable[[int], str] = str
-    """Function that describes where the row at an index is, for error messages."""
+    """Function that describes the location of the row at an index, for error messages."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Hash the indices, tokens (or else content and extra columns) and ground truths, for comparing ranks."""
+        """Hash indices, ground truths and tokens to compare ranks; without tokens, hash content and extra columns
+        instead."""
         return self._digest
 
     @cached_property
@@ -170,7 +171,7 @@ class _Reader:
         self.over: dict[str, None] = {}
         """Non-empty columns that neither settings nor prompts use; the dict serves as an ordered set."""
         self.left: list[dict[str, str]] = []
-        """For each prompt: column that a template could read -> reason why it was kept out of the prompt."""
+        """One dict per prompt: the reason why a column that a template could read was kept out of the prompt."""
         self.refused: list[str] = []
         self.hidden: list[str] = []
         self.looked = 0
@@ -275,7 +276,7 @@ def _column(row: dict, name: str, flag: str) -> object:
 
 
 def json_able(value: object) -> object:
-    """Convert a value to JSON types: tuples and arrays to lists, and keys, exact numbers and dates to strings.
+    """Convert a value to JSON types: tuples and arrays become lists; keys, exact numbers and dates become strings.
 
     Values that JSON cannot represent (bytes) are returned unchanged.
     """
@@ -283,7 +284,7 @@ def json_able(value: object) -> object:
         return {str(k): json_able(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [json_able(v) for v in value]
-    if hasattr(value, "tolist"):  # among the values of a table, only numpy's have this method
+    if hasattr(value, "tolist"):  # in a table, only numpy values have this method
         return value.tolist()  # type: ignore[attr-defined]
     if type(value).__module__ in ("datetime", "decimal", "fractions"):
         return str(value)

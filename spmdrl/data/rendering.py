@@ -1,7 +1,8 @@
 """Renders dialogues with a chat template, in the message format that the template expects.
 
-Templates differ in their input: content as text or as a list of parts, tool call arguments as a dict or as JSON, a
-thought under one of three keys. `Renderer` renders test messages once to detect which format a template expects.
+Templates expect different input: the content is text or a list of parts, tool call arguments are a dict or JSON, and a
+thought is stored under one of three keys. `Renderer` renders test messages once to detect which format a template
+expects.
 """
 
 import json

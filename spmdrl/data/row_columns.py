@@ -41,12 +41,12 @@ class Row(dict):
 
     @property
     def unread(self) -> list[str]:
-        """Names of non-empty columns that nothing has read."""
+        """Names of non-empty columns that have not been read."""
         return [str(key) for key, value in self.items() if key not in self.read and value not in EMPTY]
 
 
 def unread_line(names: Iterable[str]) -> str:
-    """Return a sentence about columns that nothing reads, or an empty string if there are none."""
+    """Return a sentence about unread columns, or an empty string if there are none."""
     names = list(dict.fromkeys(names))
     return f"nothing reads these columns: {', '.join(names)}" if names else ""
 
@@ -67,7 +67,7 @@ def system_of(row: dict) -> list[dict]:
 
 
 def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:
-    """Prepend a system message if there is none: the row's, or else `system` (`--data.system`).
+    """Prepend the row's system message, or else `system` (`--data.system`), to messages that have none.
 
     Nothing is added if both are empty. Developer messages are treated like system messages. Raises RowError if a column
     contains a system message and the messages start with a different one.
@@ -123,7 +123,7 @@ def json_of(what: str, text: str) -> Any:
 def check_text(value: Any) -> None:
     """Raise RowError if a string in a row contains an unpaired surrogate, which tokenizers cannot encode.
 
-    JSON can contain one as an escape sequence if a character was cut in two.
+    JSON can contain an unpaired surrogate as an escape sequence if a character was cut in two.
     """
     for text in strings(value):
         try:

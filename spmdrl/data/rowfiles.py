@@ -114,7 +114,8 @@ class Gzipped:
     name: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield all rows from index `start` (from 0) on. Yield an error in place of a row that cannot be read.
+        """Yield the rows starting at index `start`, counted from 0. Yield an error in place of a row that cannot be
+        read.
 
         Raises ValueError if the file cannot be opened or ends early.
         """
@@ -137,7 +138,7 @@ class Hub:
     rest: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield all rows from index `start` on. Raises ValueError if the stream cannot be opened or ends early."""
+        """Yield the rows starting at index `start`. Raises ValueError if the stream cannot be opened or ends early."""
         import datasets
 
         path, config, split = (*self.rest.split(":"), "", "")[:3]

@@ -15,7 +15,7 @@ RIGHT = 1.0 - 1e-6
 
 
 def is_right(score: Any) -> Any:
-    """Return True if a score means a correct answer: at least 1, up to rounding. nan counts as wrong.
+    """Return True if a score means a correct answer, that is, if it is at least 1 up to rounding. nan counts as wrong.
 
     score: a number, or a tensor, for which a bool tensor is returned.
     """

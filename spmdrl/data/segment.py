@@ -28,10 +28,11 @@ class Segment:
     state: int = 0
     """Id of the state that the turn responds to; within a prompt, equal ids mean equal states. 0 is the prompt."""
     after: int = PREVIOUS
-    """Index of the segment that this one follows. PREVIOUS is the one before it in the list; NONE makes it a root."""
+    """Index of the segment that this one follows. PREVIOUS is the previous segment in the list; NONE makes it a
+    root."""
     parent: int = BY_PATH
     """Index of the turn that the segment's turn follows in time, or -1 if there is none. BY_PATH is the last sampled
-    turn before it on its path."""
+    turn before the segment on its path."""
     reward: float = 0.0
     """Reward for the response that ends with this sampled segment, given when the environment answered."""
 

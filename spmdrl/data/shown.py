@@ -16,7 +16,7 @@ END_OF_THOUGHT = "</think>"
 LOOKED = 20
 """Maximum number of rows per source whose tools and variables are checked against the template."""
 UNSHOWN = "not shown by the chat template"
-"""Suffix for names of tools and variables, which marks counts of rows where the template does not show them."""
+"""Suffix of tool and variable names; it marks counts of rows in which the template does not show them."""
 
 
 def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "", last: bool = True) -> None:
@@ -26,8 +26,8 @@ def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before
     turn, which may contain the tag `</think>`. last: True for the last turn of a dialogue, which changes the advice in
     the error.
 
-    Surrounding whitespace of a part may be missing, because templates strip it. Each piece of the turn's text counts
-    for only one part, so a thought does not count as shown if only the answer repeats it.
+    The whitespace around a part may be missing, because templates strip it. Each piece of the turn's text counts for
+    only one part, so a thought does not count as shown if only the answer repeats it.
     """
     marks = re.compile(f"{controls.pattern}|</?think>")
     rest = marks.sub("\0", turn)
@@ -72,7 +72,7 @@ def _refusal(what: str, last: bool) -> str:
 
 
 def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[str]]]:
-    """Yield each message part that must be shown: its name, and the texts that count as showing it."""
+    """Yield the name of each message part that must be shown, and the texts that count as showing it."""
     content = message.get("content")
     for text in _content_texts(content):
         thought, mark, answer = text.rpartition(END_OF_THOUGHT)
@@ -183,7 +183,8 @@ def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
 
 
 def _probes() -> list[Dialogue]:
-    """Return test dialogues with tools, calls, thoughts and a system message: variables might affect only these."""
+    """Return test dialogues with tools, calls, thoughts and a system message. A variable might affect only one of
+    these."""
     user, system = {"role": "user", "content": PROBE}, {"role": "system", "content": PROBE}
     assistant = {"role": "assistant", "content": PROBE} | dict.fromkeys(THOUGHT_KEYS, PROBE)
     function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}

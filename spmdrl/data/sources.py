@@ -38,7 +38,7 @@ class Source:
 
     rows: list[dict]
     name: str
-    """Default for rows without a `data_source` column."""
+    """Name of the source, and the data source of rows without a `data_source` column."""
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     raw: bool = False
@@ -55,7 +55,7 @@ class Source:
 
 
 def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 0) -> Source:
-    """Read at most `limit` rows (0: all) of a source in one of the FORMS.
+    """Read at most `limit` rows (0 for all) of a source in one of the FORMS.
 
     Raises ValueError if the source does not exist or cannot be read.
     """
@@ -159,7 +159,7 @@ def ms_data(rest: str) -> Any:
 
 
 HUBS = {"hf": hf_data, "ms": ms_data}
-"""Hub prefix -> function that opens a data set on that hub."""
+"""Maps each hub prefix to the function that opens a data set on that hub."""
 
 
 def _named(rest: str, kind: str, form: str) -> tuple[str, str, str]:
