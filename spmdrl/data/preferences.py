@@ -1,7 +1,7 @@
 """Reads preference rows: two responses to one prompt, or one labelled response.
 
 - A pair has two sides, `chosen` and `rejected`, both text or both messages. The prompt is a separate column, or the
-common prefix of both sides (TRL, UltraFeedback, HH-RLHF).
+  common prefix of both sides (TRL, UltraFeedback, HH-RLHF).
 - A labelled response has `prompt`, `completion` and `label`; the label is true for a good response (KTO).
 """
 

@@ -51,7 +51,7 @@ OF_EPISODES = (*SYSTEMS, DEVELOPER, HISTORY, KWARGS, *VARIABLES)
 
 
 def rendered_columns(row: Row, named: Iterable[str], template: bool, begun: bool) -> tuple[Row, dict[str, str]]:
-    """Return a row without the columns to keep out of its prompt, and the reasons for this by column name.
+    """Return a row without the columns to keep out of its prompt, and the reasons by column name.
 
     named: columns that settings name; they are kept out without a reason. template: True if a chat template renders the
     prompt. begun: True if an environment starts the episodes.

@@ -85,8 +85,7 @@ class PromptSet:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Hash indices, ground truths and tokens to compare ranks; without tokens, hash content and extra columns
-        instead."""
+        """Hash indices, ground truths, and tokens (or else content and extra columns), to compare ranks."""
         return self._digest
 
     @cached_property

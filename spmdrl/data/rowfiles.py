@@ -114,8 +114,7 @@ class Gzipped:
     name: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield the rows starting at index `start`, counted from 0. Yield an error in place of a row that cannot be
-        read.
+        """Yield the rows from index `start` to the end. Yield an error in place of a row that cannot be read.
 
         Raises ValueError if the file cannot be opened or ends early.
         """
@@ -138,7 +137,8 @@ class Hub:
     rest: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield the rows starting at index `start`. Raises ValueError if the stream cannot be opened or ends early."""
+        """Yield the rows from index `start` to the end. Raises ValueError if the stream cannot be opened or ends
+        early."""
         import datasets
 
         path, config, split = (*self.rest.split(":"), "", "")[:3]

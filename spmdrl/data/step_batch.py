@@ -25,10 +25,10 @@ RESAMPLE = 0x5046
 
 
 class ReplayBuffer:
-    """Draws a step's training episodes, including from earlier steps; policy filtration (PF-PPO) draws by reward.
+    """Draws a step's training episodes, also from earlier steps. Policy filtration (PF-PPO) draws them by reward.
 
-    Each rank stores the episodes that its engine sampled. Episodes are drawn from those of all ranks, and each rank
-    returns the drawn ones among its own.
+    Each rank stores the episodes that its engine sampled. Draws cover the episodes of all ranks, and each rank returns
+    the drawn episodes that it stores.
     """
 
     def __init__(self, cfg: FilterConfig, prompts: int):
@@ -102,7 +102,7 @@ def make_batch(
 ) -> Batch:
     """Pack this rank's episodes, if any, and assign the sequences to optimizer steps. Collective.
 
-    step: counted from 0. replay: draws the episodes to train on from this batch and earlier ones.
+    step: counted from 0. replay: draws the episodes to train on from this batch and earlier batches.
     turns: True if advantages are computed per turn. skips_equal: True if prompts whose samples all have the same reward
     are skipped. experts_width: as in `from_episodes`. share_prompts: True if tokens shared by a prompt's samples are
     computed once. model_parts: names of the reward parts that a reward model will add.
@@ -132,7 +132,7 @@ def make_batch(
 def _check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
     """Raise ValueError if a sample lacks a reward part that training uses, since missing parts do not count as 0.
 
-    Parts whose grading timed out are an exception and count as 0 (`from_episodes`).
+    If grading timed out, missing parts do count as 0 (`from_episodes`).
     later: parts that a reward model adds to every sample afterwards.
     """
     given = [name.removeprefix("part/") for name in batch.seq if name.startswith("part/")]

@@ -1,9 +1,8 @@
 """Splits responses into steps, and reads rows of labelled steps for process reward models.
 
-A row has a prompt; `completions`, a list with the text of each step of one response; and `labels`, a list with a number
-in [0, 1] for each step. A label is true or false, or an estimate of how often answers that start with the steps up to
-this one are correct (https://arxiv.org/abs/2312.08935). Steps with a null label are not trained on. TRL uses this
-format.
+A row has a prompt, a list `completions` with the text of each step of one response, and a list `labels` with a number
+in [0, 1] for each step. A label is true or false, or it estimates how often the final answer is correct after the steps
+so far (https://arxiv.org/abs/2312.08935). Steps with a null label are not trained on. TRL uses this format.
 """
 
 from bisect import bisect_left
@@ -23,7 +22,7 @@ def step_ends(text: str, separator: str) -> list[int]:
     """Return the end of each step in a text, as a number of characters. A text has at least one step.
 
     A step ends with the separator, and the text after the last separator is a step too. A piece that contains only
-    whitespace before its separator belongs to the previous step, or, at the beginning, to the first one.
+    whitespace before its separator belongs to the previous step, or to the first step if there is no previous one.
     """
     ends, at = [], 0
     while (found := text.find(separator, at)) >= 0:
@@ -64,7 +63,7 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
 
 
 def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> list[int]:
-    """Return each token's end as a number of characters; empty if a token's text depends on distant tokens.
+    """Return each token's end as a number of characters, or an empty list if a token's text depends on distant tokens.
 
     Each token is decoded with only a few preceding tokens, so the cost is linear in the number of tokens.
     """
@@ -101,7 +100,7 @@ class LabelledSteps:
     """One row of labelled steps."""
 
     example: Example
-    """The prompt and the response that the steps make up."""
+    """The prompt, and the response that consists of the steps."""
     text: str
     """The response: all steps, joined with the separator."""
     labels: list[float | None]
@@ -117,7 +116,7 @@ def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") 
     """Read a row of labelled steps. separator: text that ends each step except the last. system: default system
     message.
 
-    Raises RowError if the row has another format, or a part of it is malformed.
+    Raises RowError if the row has another format, or if one of its columns is malformed.
     """
     row = Row(row)
     check_text(row)

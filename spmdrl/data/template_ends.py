@@ -18,7 +18,7 @@ ANSWER = {"role": "assistant", "content": "9w" + PROBE}
 def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
     """Return the jinja text of the template that a job renders dialogues with, or an empty string if it renders none.
 
-    Raises ValueError if `--data.chat-template` is no template, or names a file that cannot be read.
+    Raises ValueError if `--data.chat-template` is not a template, or names a file that cannot be read.
     """
     found = chosen_template(tokenizer, template_text(cfg.data.chat_template))
     if getattr(cfg, "env", ""):
@@ -30,7 +30,7 @@ def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
     """Return the ids of the control tokens with which a template ends turns; the first one ends a plain-text answer.
 
     Turns with tool calls can end with a different token. Tokens that also occur inside turns, such as after a thought
-    or a call, are omitted. Empty if there is no template, or if it is ambiguous where turns end.
+    or a call, are omitted. The result is empty if there is no template, or if it is ambiguous where turns end.
     """
     if not template:
         return ()
@@ -54,7 +54,8 @@ def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
 
 
 def _probes() -> Iterator[Dialogue]:
-    """Yield test dialogues: one and two answers, a thought, two calls, one call (some templates accept only one)."""
+    """Yield test dialogues with one or two answers, a thought, two calls, and one call (some templates accept only
+    one)."""
     yield Dialogue([QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER, QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER | dict.fromkeys(THOUGHT_KEYS, PROBE)])

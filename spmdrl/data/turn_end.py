@@ -62,9 +62,9 @@ def turn_with_end(render: Renderer, dialogue: Dialogue, i: int, upto: Callable[[
 
 
 def _end_before(render: Renderer, dialogue: Dialogue, after: dict, written: str):
-    """Return the result of `end_of_turn` for a dialogue's last turn, the text with the message `after`, and a place.
+    """Return the result of `end_of_turn` for a dialogue's last turn, the text with the message `after`, and an index.
 
-    written: the text without the message `after`. The place is the index where the last control tokens of `written`
+    written: the text without the message `after`. The index marks where the control tokens at the end of `written`
     begin.
     """
     tail = len(written)

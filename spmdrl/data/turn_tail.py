@@ -36,14 +36,15 @@ class Tail:
     closing: int
     """Number of leading characters of `text` that belong to the turn, or 0 if the template does not end turns."""
     alone: str
-    """The text from the turn's end token on, if nothing follows the turn."""
+    """The text that starts with the turn's end token, as rendered if nothing follows the turn."""
 
 
 def linked(messages: list[dict]) -> list[dict]:
     """Add the names and ids that templates need in tool calls and their answers.
 
-    An answer takes a missing name or `tool_call_id` from its call: the call with its id, or else the first unanswered
-    call. A call without an id gets an id of nine letters and digits, and a call without arguments gets an empty object.
+    An answer takes a missing name or `tool_call_id` from its call, which is the call with the answer's id, or else the
+    first unanswered call. A call without an id gets an id of nine letters and digits, and a call without arguments gets
+    an empty object.
     """
     out: list[dict] = []
     waiting: list[dict] = []
@@ -144,7 +145,7 @@ def _after_standins(texts: list[str]) -> str:
 def _cut(
     controls: re.Pattern[str], call_ends: frozenset[str], after: str, first: int, alone: str, with_call: bool
 ) -> Tail:
-    """Return the tail: from the control token that ends the turn, or if none does, from the first one after the turn.
+    """Return the tail. It starts with the control token that ends the turn, or else with the first one after the turn.
 
     call_ends: as in `end_of_turn`. after, alone: text after the stand-in with and without answers. first: index of the
     first answer's text in `after`. with_call: True if a call ends the turn.

@@ -1,14 +1,15 @@
-"""Finds the text that an assistant generates in a rendered dialogue, and rejects turns with an ambiguous location.
+"""Finds the text that an assistant generates in a rendered dialogue, and rejects turns whose location is ambiguous.
 
-Every turn is examined as a model generates it: as the last message of a dialogue. Let P be the rendering of the
+Every turn is examined as the last message of a dialogue, as when a model generates it. Let P be the rendering of the
 messages before the turn with a generation prompt, and E the rendering of the messages up to and including the turn.
 
 - If E starts with P, the turn is the rest of E.
 - Some generation prompts open a part that a finished turn lacks, such as a thought. E then diverges from P within that
   prompt, and the turn starts at this point. The point must not depend on the turn's text: if two other texts replace
   it, E must diverge from P at the same point.
-- Some templates render earlier messages differently once the turn follows. The turn then starts in E after the text
-  that ends P: the end of the previous message, and the generation prompt. It is trained after P, as a model sees it.
+- Some templates render earlier messages differently once the turn follows. The turn then starts in E after the last
+  part of P, which consists of the end of the previous message and the generation prompt. In training the turn follows
+  P, as it does when a model generates it.
 - For a turn that opens a dialogue, P lacks text that templates write at the start of E, such as a system message. The
   turn is then located in the dialogue with a question added before it. If E ends with the text found this way, that
   text is the turn. If not, the turn is the text in E after the question's generation prompt.
@@ -52,7 +53,7 @@ class Turn:
     end: int
     """Character range of the turn, up to and including the control token that ends it."""
     stops: bool
-    """True if the turn ends with a control token; without one the model does not learn to stop."""
+    """True if the turn ends with a control token; without such a token, the model does not learn to stop."""
     departs: bool
     """True if the turn starts inside the generation prompt, because the finished turn diverges from that prompt."""
 
@@ -68,7 +69,8 @@ class Sequence:
 def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] | None = None) -> list[Sequence]:
     """Return the sequences in which every assistant turn follows the context that it is generated in.
 
-    There is one sequence if the template never changes earlier renderings. Messages after the last turn are omitted.
+    There is only one sequence if the template never renders earlier messages differently. Messages after the last turn
+    are omitted.
     trained: indices of the trained turns, which must be shown completely, or None for all turns.
 
     Raises TemplateError if the template rejects the dialogue or does not show one of its messages, or if the location
@@ -172,7 +174,7 @@ def _after_message(render: Renderer, dialogue: Dialogue, i: int, prompt: str) ->
 
 
 def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, joint: str, written: str, others: list[str]) -> int:
-    """Return the index where a turn starts in `written`, which renders earlier messages differently from its prompt.
+    """Return the index where a turn starts in `written`, which renders earlier messages differently than the prompt.
 
     joint: the end of the prompt after the previous message's text. others: `written` with other texts for the turn.
     """
@@ -196,7 +198,7 @@ def _holds_message_before(render: Renderer, dialogue: Dialogue, i: int, joint: s
 
 
 def _whole(render: Renderer, text: str, at: int) -> int:
-    """Return the index `at`, or the start of the control token in the text that contains it."""
+    """Return the index `at`, or the start of the control token that contains this index."""
     return next((m.start() for m in render.controls.finditer(text) if m.start() < at < m.end()), at)
 
 

@@ -169,7 +169,7 @@ def _attend(
 
 
 def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
-    """Raise ValueError if the kernel in `--policy.attention` does not support the model; does not build the model."""
+    """Raise ValueError if the kernel in `--policy.attention` does not support the model, without building the model."""
     if cfg.policy.attention not in KERNELS:
         return
     from transformers import AutoConfig

@@ -83,7 +83,7 @@ class Packing:
 
     @property
     def runs_with_sink(self) -> Runs:
-        """As `runs`, with the sink key (index T) before the keys of each node."""
+        """Like `runs`, but with the sink key (index T) before the keys of each node."""
         sink = (sum(self.lengths), 1)
         return self.layout("sink", lambda: make_runs(self.lengths, [[sink, *spans] for spans in self.spans]))
 
@@ -148,7 +148,7 @@ def grouped(marks: list[int]) -> list[list[int]]:
 
 
 def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return (token index of each slot [B, L], bool [B, L] that is False on padding, L).
+    """Return the token index of each slot, [B, L], a bool mask [B, L] that is False on padding, and L.
 
     starts, lengths: first token and number of tokens of each of the B sequences.
     """
@@ -165,7 +165,7 @@ def _classes(
     """Return the length classes of nodes; a node without ancestors is treated as a complete sequence.
 
     below: spans (first token, number of tokens) of each node's trunk. starts, lengths: first token and number of tokens
-    of each node. exact: whether all trunks in a class must have the same length.
+    of each node. exact: True if all trunks in a class must have the same length.
     """
     alike_trunks = grouped if exact else alike
     trunks = [sum(n for _, n in spans) for spans in below]

@@ -23,7 +23,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends block r of dimension 0 to rank r. The backward sends gradients back by the same operation."""
+    """Sends block r of dimension 0 to rank r. The backward sends gradients back with the same operation."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -57,7 +57,7 @@ class _Total(torch.autograd.Function):
 
 
 class TokenSlice:
-    """This rank's slice of T packed tokens: S tokens from `start` on. The last slices can end with padding.
+    """This rank's slice of T packed tokens: the S tokens that begin at `start`. The last slices can end with padding.
 
     Without a group, the slice contains all tokens, and the methods do not communicate.
     """
@@ -130,7 +130,8 @@ def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check_heads(heads: int, kv_heads: int, sp: int) -> None:
-    """Raise ValueError unless the number of query heads is divisible by sp. Key-value heads can have any number."""
+    """Raise ValueError unless the number of query heads is divisible by sp. The number of key-value heads does not
+    matter."""
     if heads % sp:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
@@ -140,7 +141,7 @@ def check_heads(heads: int, kv_heads: int, sp: int) -> None:
 
 
 def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
-    """Apply `check_config` to the model in a HF folder if sp > 1, before any weights are read."""
+    """Apply `check_config` to the model in an HF folder if sp > 1, before any weights are read."""
     if sp > 1:
         from transformers import AutoConfig
 
@@ -149,7 +150,7 @@ def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
 
 
 def check_config(config: Any, sp: int) -> None:
-    """Raise ValueError unless the model supports sequence parallelism over sp ranks. config: a HF config."""
+    """Raise ValueError unless the model supports sequence parallelism over sp ranks. config: an HF config."""
     config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
