@@ -137,8 +137,7 @@ class Hub:
     rest: str
 
     def rows(self, start: int) -> Iterator[dict | ValueError]:
-        """Yield the rows from index `start` to the end. Raises ValueError if the stream cannot be opened or ends
-        early."""
+        """Yield the rows from index `start` to the end. Raises ValueError if the stream fails to open or ends early."""
         import datasets
 
         path, config, split = (*self.rest.split(":"), "", "")[:3]

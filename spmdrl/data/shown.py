@@ -183,8 +183,7 @@ def _texts(render: Renderer, dialogue: Dialogue) -> list[str]:
 
 
 def _probes() -> list[Dialogue]:
-    """Return test dialogues with tools, calls, thoughts and a system message, since variables might affect only
-    these."""
+    """Return test dialogues with tools, calls, thoughts and a system message: variables might affect only these."""
     user, system = {"role": "user", "content": PROBE}, {"role": "system", "content": PROBE}
     assistant = {"role": "assistant", "content": PROBE} | dict.fromkeys(THOUGHT_KEYS, PROBE)
     function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}

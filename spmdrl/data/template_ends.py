@@ -54,8 +54,7 @@ def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
 
 
 def _probes() -> Iterator[Dialogue]:
-    """Yield test dialogues with one or two answers, a thought, two calls, and one call (some templates accept only
-    one)."""
+    """Yield test dialogues: one or two answers, a thought, and two calls or one (some templates accept only one)."""
     yield Dialogue([QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER, QUESTION, ANSWER])
     yield Dialogue([QUESTION, ANSWER | dict.fromkeys(THOUGHT_KEYS, PROBE)])

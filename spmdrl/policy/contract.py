@@ -56,15 +56,15 @@ class Shared:
     totals: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
     """Token and episode counts over all ranks, used to normalise losses."""
     active: torch.Tensor | None = None
-    """bool [B]: True for this rank's sequences that contribute to the loss; the others are skipped. None if all
-    contribute."""
+    """bool [B]: True for this rank's sequences that contribute to the loss; all other sequences are skipped. None if
+    all sequences contribute."""
     on_policy: bool = False
     """True if old_logp was computed with the same weights that this step starts from."""
 
 
 Second = Literal["entropy", "collision", "top"]
-"""The second per-token output of a language model, next to logp. `entropy`: the entropy in nats; `collision`: the sum
-of squared probabilities over the vocabulary, without gradient; `top`: 1 if the token is the argmax, else 0, without
+"""The second per-token output of a language model, next to logp. `entropy` is the entropy in nats. `collision` is the
+sum of squared probabilities over the vocabulary. `top` is 1 if the token is the argmax, else 0. The last two have no
 gradient."""
 
 
@@ -117,11 +117,11 @@ Write = Callable[[Path, World], None]
 and float32 weights if those in `model` are rounded). Collective."""
 
 Head = Literal["lm", "value", "score", "steps"]
-"""The kind of per-token output. `lm`: logp and entropy; `value`: the value of the state before the token; `score`: the
-score of the text up to the token, from a sequence classifier; `steps`: a score from a token classifier, or from a
-sequence classifier if the folder has no token classifier."""
+"""The kind of per-token output. `lm` stands for logp and entropy, `value` for the value of the state before the token,
+and `score` for the score of the text up to the token, from a sequence classifier. `steps` is a score from a token
+classifier, or from a sequence classifier if the folder has no token classifier."""
 SCORES = ("score", "steps")
-"""Heads that read the hidden state at a token instead of the one before it."""
+"""Heads that read the hidden state at a token instead of the hidden state before the token."""
 
 
 class Policy(Protocol):
@@ -135,8 +135,9 @@ class Policy(Protocol):
     updates_due: int
     """Number of optimizer steps so far, including skipped ones. The learning rate schedule follows this counter."""
     fixed: dict[str, bytes]
-    """Name -> content of the non-weight files in a checkpoint's `model/`, on rank 0. They are computed on first access,
-    which is at startup if the run saves checkpoints. Raises ValueError if transformers cannot write a file."""
+    """Maps the names of the non-weight files in a checkpoint's `model/` to their contents, on rank 0. The files are
+    created on first access, which happens at startup if the run saves checkpoints. Raises ValueError if transformers
+    cannot write a file."""
 
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
@@ -147,7 +148,7 @@ class Policy(Protocol):
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
         """Run a function in place of the head and return its per-token outputs, tensors [T, ...].
 
-        These are the second element of what a `HeadFunction` returns, in host memory, and 0 outside the loss mask.
+        The outputs are the second element of a `HeadFunction`'s result, in host memory, and 0 outside the loss mask.
 
         The tuple is empty if no rank has a sequence. Only the fsdp backend implements `read` and `output_head`.
         """
@@ -175,16 +176,17 @@ class Policy(Protocol):
     def pieces(self, part: Part = "model") -> list[Piece]:
         """Return this rank's shard of every weight by HF checkpoint name, as views that reflect later updates.
 
-        Every call returns the same names and slices (`Piece.box`). part: what to return for a policy with adapters.
-        `model`: the full model with the adapters merged in (recomputed at every access); `base`: the model without
-        adapters; `adapter`: only the adapter weights.
+        Every call returns the same names and slices (`Piece.box`). part: weights to return for a policy with adapters.
+        Use `model` for the full model with the adapters merged in (recomputed at every access), `base` for the model
+        without adapters, and `adapter` for only the adapter weights.
         """
         ...
 
     def take_over(self, other: "Policy", share: float = 1.0) -> None:
-        """Replace the weights by their average with the weights of a policy of the same backend and architecture.
+        """Average the weights with those of another policy that has the same backend and architecture.
 
-        Both must have the same layout, so no communication is needed. share: weight of the other policy in the average.
+        Both policies must have the same layout, so no communication is needed. share: weight of the other policy in the
+        average.
         """
         ...
 
@@ -197,7 +199,7 @@ class Policy(Protocol):
         ...
 
     def onload(self) -> None:
-        """Move everything that `offload` moved out back to the device."""
+        """Move everything that `offload` moved away back to the device."""
         ...
 
     def saving(self, copy: bool = False) -> Write:

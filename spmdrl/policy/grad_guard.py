@@ -27,7 +27,8 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class AnomalousStep:
-    """A step checked by `Guard.passes`. It is anomalous if its norm spikes, or if norm or loss is not finite."""
+    """A step checked by `Guard.passes`. It is anomalous if its gradient norm spikes, or if norm or loss is not
+    finite."""
 
     batch: Batch
     """This rank's sequences in the step, with all columns."""
@@ -59,8 +60,8 @@ class Guard:
     factor: float
     """Value of `--run.spike-factor`: a norm above this multiple of the median is a spike; 0 disables detection."""
     store: Callable[[AnomalousStep], str] | None = None
-    """Callback that stores an anomalous step and returns instructions for inspecting it, for messages. None to store
-    nothing. Collective over the training ranks."""
+    """Callback that stores an anomalous step and returns instructions for inspecting it, for messages. Use None to
+    store nothing. Collective over the training ranks."""
     row: int = 0
     """Current number of non-finite steps in a row."""
     stored: list[int] = field(default_factory=lambda: [0, 0])
@@ -106,7 +107,7 @@ class Guard:
         return bool(self.factor) and len(self.norms) >= LEAST and norm > self.factor * self.median
 
     def state(self) -> dict:
-        """Return the state that a resumed run needs; JSON-serializable."""
+        """Return the JSON-serializable state that a resumed run needs."""
         return {"row": self.row, "handed_on": list(self.stored), "norms": list(self.norms)}
 
     def restore(self, state: dict) -> None:
@@ -119,8 +120,8 @@ class Guard:
 class LossScale:
     """The loss scale of one model for float16 backward passes: a power of 2, the same on every rank.
 
-    In float16, gradients below 3e-8 become 0 and gradients above 65,519 become inf. So the loss is multiplied by the
-    scale before backward, and the gradient is divided by it in float32 (https://arxiv.org/abs/1710.03740). As in
+    In float16, gradients below 3e-8 become 0 and gradients above 65,519 become inf. Therefore, the loss is multiplied
+    by the scale before backward, and the gradient is divided by it in float32 (https://arxiv.org/abs/1710.03740). As in
     torch's GradScaler, the scale is halved when the gradient is not finite, and doubled after INTERVAL finite steps in
     a row.
     """
@@ -139,7 +140,7 @@ class LossScale:
         return self.scale > self.LEAST
 
     def adapt(self, finite: bool) -> None:
-        """Halve, keep or double the scale after a step. finite: whether the scaled gradient was finite on all ranks."""
+        """Halve, keep or double the scale after a step. finite: True if the scaled gradient was finite on all ranks."""
         self.clean = self.clean + 1 if finite else 0
         if not finite:
             self.scale = max(self.scale / 2, self.LEAST)
@@ -147,7 +148,7 @@ class LossScale:
             self.scale, self.clean = self.scale * 2, 0
 
     def state(self) -> list[float]:
-        """Return the state that a resumed run needs; JSON-serializable."""
+        """Return the JSON-serializable state that a resumed run needs."""
         return [self.scale, self.clean]
 
     def restore(self, state: list[float]) -> None:

@@ -30,7 +30,7 @@ class Labels:
     names: tuple[str, ...]
     """Names of the scores, in output order."""
     weights: tuple[float, ...]
-    """Weight of each score in the reward, which is their weighted sum."""
+    """Weight of each score; the reward is the weighted sum of the scores."""
     outputs: int
     """Number of model outputs per token: one per score, or two if `probability` is true."""
     probability: bool
@@ -68,7 +68,7 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
 
 
 def positions_of(config: Any) -> int:
-    """Return the maximum input length in tokens from a HF config, or 0 if unknown."""
+    """Return the maximum input length in tokens from an HF config, or 0 if unknown."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 

@@ -1,4 +1,4 @@
-"""Implements the training step shared by all backends: splits batches into micro-batches, skips non-finite steps."""
+"""Implements the training step of all backends, which splits batches into micro-batches and skips non-finite steps."""
 
 import math
 from functools import cached_property
@@ -132,9 +132,9 @@ class Learner:
         """Implements `Policy.update`; steps whose loss or gradient is not finite are skipped.
 
         Non-finite steps are counted in the metric `updates_nonfinite` and excluded from the objective's statistics, and
-        the logged loss is nan. In float16, too large a loss scale can make the gradient infinite or nan. As long as the
-        scale can still be halved, a step with such a gradient is skipped and counted in `updates_overflowed` instead,
-        and the scale is halved.
+        the logged loss is nan. In float16, a loss scale that is too large can make the gradient infinite or nan. As
+        long as the scale can still be halved, a step with such a gradient is skipped and counted in
+        `updates_overflowed` instead, and the scale is halved.
 
         Raises:
             NonFiniteError: on every rank, after `--optimizer.bad-steps` non-finite steps in a row.
@@ -174,7 +174,7 @@ class Learner:
         facts = self.updates_done, self.version, norm, not bad, self.guard.median, on_policy
         overflowed, scale = False, self.loss_scale
         if scale is not None and not bad:
-            # As long as the loss scale can shrink, the scale may be what made the gradient overflow.
+            # If the loss scale can still shrink, it may be the reason why the gradient overflowed.
             overflowed = not math.isfinite(norm) and scale.can_shrink
             scale.adapt(math.isfinite(norm))
         finite = overflowed or self.guard.passes(AnomalousStep(share, index, *facts))
@@ -258,7 +258,7 @@ class Learner:
     # ── methods of a backend ─────────────────────────────────────────────────
 
     def build(self, trainable: bool, path: str, routing_replay: bool, adapt: bool, average: bool) -> None:
-        """Build the model, load its weights and create the optimizer. Arguments as in `__init__`; path is not empty."""
+        """Build the model, load its weights and create the optimizer. Arguments are as in `__init__`; path is set."""
         raise NotImplementedError
 
     def pieces(self, part: Part = "model") -> list[Piece]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _ORIGINALS: dict[tuple[str, str], Any] = {}
-"""(Python module, name) -> the original transformers function that Liger replaced in this process."""
+"""Maps (Python module, name) to the original transformers function that Liger replaced in this process."""
 
 
 def remember(hf: Any, apply: Callable[[], None]) -> None:
@@ -30,7 +30,7 @@ def remember(hf: Any, apply: Callable[[], None]) -> None:
 
 @contextmanager
 def without_liger(hf: Any) -> Iterator[bool]:
-    """Run a model without Liger inside this context, which yields True if there was anything of Liger's to undo."""
+    """Run a model without Liger inside this context, which yields True if Liger had replaced anything."""
     modules = vars(hf).get("without_liger", [])
     own = [(module, vars(module).get("forward")) for module, _ in modules]
     functions = {(name, key): getattr(sys.modules[name], key) for name, key in _ORIGINALS}

@@ -130,8 +130,7 @@ def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check_heads(heads: int, kv_heads: int, sp: int) -> None:
-    """Raise ValueError unless the number of query heads is divisible by sp. The number of key-value heads does not
-    matter."""
+    """Raise ValueError unless sp divides the number of query heads. The number of key-value heads does not matter."""
     if heads % sp:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(

@@ -1,9 +1,9 @@
 """Kernels for causal attention over concatenated sequences, and kernel selection per layer.
 
 `flash` is flash-attn's varlen kernel; `varlen` is torch's own, which needs no extra package. In both, the last query of
-a sequence attends to all of its keys, even if there are fewer queries than keys. So queries that follow a shared
-prefix, or a chunk in the middle of a sequence, need no mask: only their keys must be gathered, at a cost linear in the
-number of tokens.
+a sequence attends to all of its keys, even if there are fewer queries than keys. Queries that follow a shared prefix,
+or that form a chunk in the middle of a sequence, therefore need no mask. Only their keys must be gathered, at a cost
+linear in the number of tokens.
 
 Shapes: Q query rows, N key rows, H query heads, K key-value heads, d and e head dimensions of keys and values.
 """
@@ -36,7 +36,7 @@ class Needs:
     """Major compute capability of the GPU; 0 for other devices."""
     dtype: torch.dtype
     width: int
-    """Head dimension: the larger one of keys and values."""
+    """The larger of the head dimensions of keys and values."""
     softcap: bool = False
     sink_and_window: bool = False
     """True if the layer has both an attention sink and a sliding window."""
@@ -47,7 +47,7 @@ class Runs:
     """Query and key rows of each sequence, in the kernels' format."""
 
     ends_q: torch.Tensor
-    """int32 [sequences + 1]: cumulative query lengths, as `cu_seqlens_q` in flash-attn."""
+    """int32 [sequences + 1]: cumulative query lengths, like `cu_seqlens_q` in flash-attn."""
     longest_q: int
     ends_k: torch.Tensor
     """int32 [sequences + 1]: cumulative key lengths; each sequence has at least as many keys as queries."""
@@ -89,7 +89,7 @@ def _flash_loads() -> bool:
         return False
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
-    except Exception as error:  # A build for another torch may raise other errors than ImportError.
+    except Exception as error:  # A build for another torch version may raise errors other than ImportError.
         log.warning(f"flash-attn is installed but cannot be imported: {type(error).__name__}: {error}")
         return False
     return True
@@ -112,7 +112,7 @@ def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Nee
     """
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # Keys in latent attention have a part with and a part without rotary embeddings; add up their dimensions.
+    # In latent attention, only a part of each key has rotary embeddings; add up the dimensions of both parts.
     width = max(width, getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0))
     return Needs(_capability(device), dtype, width, bool(getattr(text, "attn_logit_softcapping", None)))
 

@@ -1,6 +1,6 @@
 """Describes a model for Megatron and maps its parameters to HF checkpoint names.
 
-`families.py` creates the description from a HF config. This module does not import Megatron.
+`families.py` creates the description from an HF config. This module does not import Megatron.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Names = dict[str, tuple[str, ...]]
-"""Megatron layer parameter -> names of the HF tensors that it combines; `E` stands for the expert index."""
+"""Maps a Megatron layer parameter to the names of the HF tensors that it combines. `E` stands for the expert index."""
 
 
 @dataclass
@@ -42,10 +42,11 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture deviates from the common settings and parameter names."""
+    """An architecture's deviations from the common settings and parameter names."""
 
     adapt: Callable[[Any, Architecture], None] = lambda h, a: None
-    """Function (HF config, `Architecture` with common settings) that applies the family's settings in place."""
+    """Function of an HF config and an `Architecture` with common settings; it applies the family's settings in
+    place."""
     names: Names = field(default_factory=dict)
     partial_rotary: bool = False
     """True if transformers respects `partial_rotary_factor` in this family; it is ignored in all others."""
@@ -79,7 +80,7 @@ OUTSIDE = {
     "output_layer.weight": "lm_head.weight",
     "output_layer.bias": "score.bias",
 }
-"""Non-layer parameter -> names of HF tensors."""
+"""Maps non-layer parameters to names of HF tensors."""
 LATENT: Names = {
     "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
     "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),

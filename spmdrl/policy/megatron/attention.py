@@ -4,7 +4,7 @@ With context parallelism over cp ranks, every sequence is padded to a multiple o
 chunks. Rank r gets the r-th chunk and the r-th chunk from the end, which balances the cost of causal attention.
 TransformerEngine and Megatron's rotary embedding use the same split.
 
-Shapes: T packed tokens, S of them (with padding) on one rank, n heads, g key-value heads, d head dimension.
+Shapes: T packed tokens, S tokens on one rank (with padding), n heads, g key-value heads, d head dimension.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class Params(PackedSeqParams):
     lengths: tuple[int, ...] = ()
     """Padded sequence lengths, in host memory. Reading them from the GPU would synchronise in each layer."""
     order: torch.Tensor | None = None
-    """int64: with context parallelism, the index of each row of the full packed batch within the gathered rows of all
-    ranks; otherwise None."""
+    """int64: index of each row of the packed batch within the rows gathered from all ranks, or None without context
+    parallelism."""
     runs: Runs | None = None
     """Result of `runs_of` on the device, computed by the first layer that needs it; None until then."""
 
@@ -61,7 +61,7 @@ class Pack:
 def make_packs(batches: list[Batch], layout: Layout, cp_rank: int, before: bool) -> list[Pack]:
     """Return this rank's packed micro-batches for one pass through the pipeline, in host memory.
 
-    Arguments as in `make_pack`. Packs are cached in their batch for later passes.
+    The arguments are as in `make_pack`. Packs are cached in their batch for later passes.
     """
     # With virtual stages, all packs must have the same length. Otherwise, Megatron's stages would first exchange the
     # lengths, and two stages of the interleaved schedule could deadlock in that exchange.
@@ -80,9 +80,9 @@ def make_packs(batches: list[Batch], layout: Layout, cp_rank: int, before: bool)
 def make_pack(batch: Batch, layout: Layout, cp_rank: int, before: bool, size: int = 0) -> Pack:
     """Return this rank's part of a packed batch, which is all of it without context parallelism.
 
-    Sequences are padded on the right, where causal attention hides the padding. before: whether the head reads the
-    hidden state that predicts a token instead of the one at the token. size: total number of tokens over all ranks to
-    pad to, or 0 for the minimum that the layout requires.
+    Sequences are padded on the right, where causal attention hides the padding. before: True if the head reads the
+    hidden state that predicts a token instead of the hidden state at the token. size: total number of tokens to pad to
+    over all ranks, or 0 for the minimum that the layout requires.
     """
     tokens_T, mask_T, lengths = batch.token["tokens"], batch.token["mask"], batch.lengths.tolist()
     padded = _padded(lengths, layout)

@@ -6,9 +6,9 @@ rank's slice of it, and a view of the parameter that stores this slice. To load 
 gathered.
 
 In Megatron, one parameter stores the query, key and value projections interleaved by group, [groups, query heads per
-group + 2, head dimension, hidden]. Another one concatenates the gate and up projections, each sharded over tp. The
-vocabulary is padded at the end. Parameters replicated over tp, cp or data, and tied embeddings, which are on the first
-and the last stage, have the same slice on several ranks.
+group + 2, head dimension, hidden]. Another parameter concatenates the gate and up projections, each sharded over tp.
+The vocabulary is padded at the end. Parameters replicated over tp, cp or data have the same slice on several ranks, and
+so do tied embeddings, which are on both the first and the last stage.
 """
 
 import re
@@ -53,7 +53,7 @@ def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = to
     """Return this rank's slots, by model chunk; every call returns the same names in the same order.
 
     models: the result of `model.build`, possibly in wrappers with a `.module`. of: function that maps a parameter or
-    buffer to the tensor to view, which has the same shape: the parameter itself or its gradient (`lambda p:
+    buffer to the tensor to view. This tensor has the same shape; it is the parameter itself or its gradient (`lambda p:
     p.main_grad`).
     """
     out = []
@@ -113,7 +113,8 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     assert found, name
     number, inside = model.decoder.layers[int(found[1])].layer_number - 1, found[2]
-    # Experts are either separate modules, or numbered weights of a single module. Map the latter to the former's names.
+    # Experts are either separate modules, or numbered weights of a single module. Give numbered weights the names of
+    # separate modules.
     inside = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)$", r"experts.local_experts.\2.\1", inside)
     expert = re.search(r"\.local_experts\.(\d+)\.", inside)
     if expert:

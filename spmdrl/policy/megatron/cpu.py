@@ -111,7 +111,7 @@ def install() -> None:
     if repairs.on_gpus():
         return
     with repairs.quiet():
-        # Megatron would compile each of its small functions on first use, which takes seconds and speeds up nothing on
+        # Megatron would compile each of its small functions on first use, which takes seconds and gives no speedup on
         # CPU.
         importlib.import_module("megatron.core.jit").disable_jit_fuser()
     repairs.load()
@@ -219,7 +219,7 @@ def _messages() -> None:
 
 
 def dress(parameters: Any) -> None:
-    """Make `type()` of CPU parameters return CUDA type names, by which Megatron's optimizers group them."""
+    """Make `type()` of CPU parameters return CUDA type names, which Megatron's optimizers group parameters by."""
     for p in parameters:
         if not p.is_cpu:
             continue

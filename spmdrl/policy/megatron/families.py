@@ -1,7 +1,7 @@
-"""Translates HF architectures for Megatron: TransformerConfig settings and parameter names.
+"""Translates HF architectures into TransformerConfig settings and parameter names for Megatron.
 
 A family consists of a function that extends the common settings and a table (`arch.py`) of the checkpoint names that
-differ from the common ones. `FAMILIES` lists all families. This module does not import Megatron.
+differ from the common names. `FAMILIES` lists all families. This module does not import Megatron.
 """
 
 from copy import copy
@@ -19,7 +19,7 @@ ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def describe(h: Any) -> Architecture:
-    """Translate a HF config into an `Architecture`.
+    """Translate an HF config into an `Architecture`.
 
     Raises:
         ValueError: the architecture is not supported, or its converter does not support a setting.
@@ -80,7 +80,7 @@ def _common(h: Any, tied: bool) -> Architecture:
     if not windows and window and getattr(h, "use_sliding_window", True):
         windows = [1] * h.num_hidden_layers
     if any(windows) and window:
-        # HF's window includes the query's own token, Megatron's does not.
+        # HF's window includes the query's own token, but Megatron's does not.
         settings |= dict(window_size=(window - 1, 0), window_attn_skip_freq=windows)
     out = Architecture(settings, dict(NAMES), h.vocab_size, h.max_position_embeddings, tied, rope_base=0.0)
     if not hasattr(h, "kv_lora_rank"):
@@ -92,7 +92,7 @@ def _common(h: Any, tied: bool) -> Architecture:
 
 
 def _rope(h: Any, out: Architecture) -> float:
-    """Set rotary base and frequencies; return the factor by which the embedding scales queries and keys."""
+    """Set rotary base and frequencies; return the embedding's scale factor for queries and keys."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = h.rope_parameters
@@ -140,7 +140,7 @@ def _experts(h: Any, out: Architecture, experts: int, columns: int, sparse: list
         moe_router_topk=h.num_experts_per_tok,
         moe_ffn_hidden_size=columns,
         moe_layer_freq=sparse,
-        # Disable Megatron's load-balancing loss, which depends on the layout, unlike the one in `routing.py`.
+        # Disable Megatron's load-balancing loss, which depends on the layout, unlike the loss in `routing.py`.
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
         **more,
@@ -151,8 +151,8 @@ def _qwen3_moe(h: Any, out: Architecture) -> None:
     _qwen3(h, out)
     layers = range(h.num_hidden_layers)
     sparse = [int((i + 1) % h.decoder_sparse_step == 0 and i not in (h.mlp_only_layers or [])) for i in layers]
-    # With norm_topk_prob, the weights of the chosen experts sum to 1, as with a softmax over only these experts, which
-    # Megatron computes if moe_router_pre_softmax is false.
+    # With norm_topk_prob, the weights of the chosen experts sum to 1. This equals a softmax over only these experts,
+    # which Megatron computes if moe_router_pre_softmax is false.
     before = not h.norm_topk_prob
     _experts(h, out, h.num_experts, h.moe_intermediate_size, sparse, moe_router_pre_softmax=before)
 
@@ -168,7 +168,7 @@ def _biased_experts(h: Any, out: Architecture) -> None:
     # Expert groups only restrict the choice if a token cannot use all of them.
     limited = h.n_group != h.topk_group
     if limited and h.num_experts_per_tok // h.topk_group != 2:
-        # Megatron scores a group by its top (topk // topk_group) experts, transformers by its top two.
+        # Megatron scores a group by its top (topk // topk_group) experts, and transformers by its top two.
         raise _refuse(h, "num_experts_per_tok other than twice topk_group")
     dense = h.first_k_dense_replace
     _experts(

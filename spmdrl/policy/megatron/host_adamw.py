@@ -1,9 +1,9 @@
 """CPU-offloaded AdamW for Megatron's distributed optimizer (`--policy.host-optimizer`).
 
-This class replaces Megatron's HybridDeviceOptimizer, which cannot resume from our checkpoints: its parameter groups
-contain classes, which our checkpoints must not contain; its first load updates the model with random gradients; and it
-fails on float32 parameters. Megatron treats this class as a "precision-aware" optimizer, which means that the optimizer
-itself stores the float32 weights, here in host memory.
+This class replaces Megatron's HybridDeviceOptimizer, which cannot resume from our checkpoints. The parameter groups of
+that optimizer contain classes, which our checkpoints must not contain, and its first load updates the model with random
+gradients. It also fails on float32 parameters. Megatron treats this class as a "precision-aware" optimizer, which means
+that the optimizer itself stores the float32 weights, here in host memory.
 """
 
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ class HostAdamW(torch.optim.AdamW):
 
     Parameters are this rank's shards of the model, on the device and in any dtype. A step reads the gradients
     (`decoupled_grad`) and updates the parameters one by one. The optimizer needs 12 bytes of host memory per element,
-    plus buffers for two shards. `state` has "master_param" in addition to the three entries of torch's AdamW for each
-    parameter.
+    plus buffers for two shards. For each parameter, `state` has "master_param" in addition to the three entries of
+    torch's AdamW.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any):
@@ -135,7 +135,7 @@ class HostAdamW(torch.optim.AdamW):
     def dummy_step(self) -> None:
         """Create the initial state, so that Megatron can load a checkpoint into it.
 
-        Megatron's own optimizer would create it by taking a step with random gradients.
+        Megatron's own optimizer would create the state by taking a step with random gradients.
         """
         self.fill()
 

@@ -91,7 +91,7 @@ def normed(linear: type, norm: type) -> type:
 
 
 class States(ColumnParallelLinear):
-    """Replaces the output layer: stores its weight, but the forward pass returns hidden states unchanged.
+    """Replaces the output layer. It stores the weight, but its forward pass returns hidden states unchanged.
 
     `schedule.py` applies the head, whose backward gives every tensor-parallel rank the full gradient of the hidden
     states.
@@ -106,7 +106,7 @@ class States(ColumnParallelLinear):
 
 
 class Scalar(nn.Module):
-    """As `States`, for a scalar or classification head, whose weight [labels, D] is replicated on all tp ranks."""
+    """Like `States`, for a scalar or classification head, whose weight [labels, D] is replicated on all tp ranks."""
 
     def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()
@@ -200,7 +200,7 @@ def _norm(engine: bool) -> Any:
 
 
 def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> ModuleSpec:
-    """Return the spec of one layer. sparse: whether it is an MoE layer. engine: as in `Model`."""
+    """Return the spec of one layer. sparse: True for an MoE layer. engine: as in `Model`."""
     column, row, down, core = ColumnParallelLinear, RowParallelLinear, DuplicatedLinear, CoreAttention
     norm = _norm(engine)
     if engine:

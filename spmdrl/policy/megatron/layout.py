@@ -17,11 +17,11 @@ class Layout:
     virtual_stages: int = 1
     """Number of model chunks on each pipeline rank; above 1, the interleaved schedule is used."""
     ep: int = 1
-    """Expert-parallel size: ranks, out of the tp, cp and data-parallel ranks, that split the experts."""
+    """Expert-parallel size: ranks that split the experts, chosen from the tp, cp and data-parallel ranks."""
     etp: int = 1
     """Expert-tensor-parallel size: ranks that shard the columns of each expert."""
     sequence_parallel: bool = True
-    """Whether to split tokens over tp in the parts of a layer that tp does not shard. No effect if tp is 1."""
+    """True to split tokens over tp in the parts of a layer that tp does not shard. It has no effect if tp is 1."""
     last_stage_layers: int = 0
     """Number of layers on the last stage, or 0 to split layers evenly over all stages without an explicit number."""
     first_stage_layers: int = 0
@@ -133,7 +133,7 @@ def stages(layout: Layout, layers: int) -> list[int]:
 
 
 def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[int]:
-    """Return the valid layer counts for the first or last stage, closest to an even split first.
+    """Return the valid layer counts for the first or last stage. The counts closest to an even split come first.
 
     A layer count is valid if the remaining layers split evenly over the other stages. given: configured layer count of
     the stage at the opposite end, or 0 if not set. parts: number of virtual stages, which must divide all layer counts;
@@ -149,7 +149,7 @@ def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[
 
 
 def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str:
-    """Return an error message that no value is valid, with advice. plain: values valid without virtual stages."""
+    """Return an error message for a flag without valid values. plain: values that are valid without virtual stages."""
     if layout.virtual_stages > 1 and plain:
         without = f"without it, {flag} may be {some(plain)}"
         return f"no {flag} fits --parallel.virtual-stages {layout.virtual_stages}; {without}"

@@ -1,8 +1,8 @@
 """Creates Megatron's process groups and builds HF models as Megatron GPTModels.
 
-On GPUs, TransformerEngine layers are used if it is installed. Otherwise, Megatron's plain torch layers are used.
-Parameter names are the same in both cases, because norms are always separate modules instead of being fused into the
-next layer.
+On GPUs, TransformerEngine's layers are used if TransformerEngine is installed. Otherwise, Megatron's plain torch layers
+are used. Parameter names are the same in both cases, because norms are always separate modules instead of being fused
+into the next layer.
 """
 
 import logging
@@ -30,7 +30,7 @@ SEED = 1
 FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
 """Setting prefixes of Megatron's fused operations, which are all disabled."""
 TESTED = "0.16."
-"""Prefix of megatron-core versions that cause no warning, except 0.16.0, which does."""
+"""Prefix of megatron-core versions that cause no warning. Only 0.16.0, which also has this prefix, causes one."""
 
 
 def require() -> None:
@@ -58,8 +58,8 @@ def _warn_of(found: str) -> None:
 def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
     """Create Megatron's process groups over the ranks in `group`. Collective over these ranks.
 
-    The order of axes, innermost first, is tp, cp, data, pp, and etp, ep, data, pp for experts. A second call replaces
-    the process groups with those of another layout. group: as in `ranks.over`.
+    The order of axes, innermost first, is tp, cp, data, pp. For experts, it is etp, ep, data, pp. A second call
+    replaces the process groups with those of another layout. group: as in `ranks.over`.
 
     Raises:
         ValueError: the axes do not fit the number of ranks, or megatron-core is not installed.
@@ -192,8 +192,8 @@ def _with_memory(model: Any, device: torch.device) -> Any:
                 continue
             if id(p) not in allocated:
                 allocated[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                # Copy Megatron's parameter attributes, which say, for example, how it is sharded and over which ranks
-                # its gradient is reduced.
+                # Copy Megatron's parameter attributes, which say, for example, how a parameter is sharded and over
+                # which ranks its gradient is reduced.
                 for note, value in vars(p).items():
                     setattr(allocated[id(p)], note, value)
             module._parameters[name] = allocated[id(p)]

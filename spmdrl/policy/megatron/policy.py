@@ -1,7 +1,7 @@
 """Implements `Policy` on Megatron-core with tensor, pipeline, context and expert parallelism.
 
 The loss of a micro-batch is a sum, normalised by counts over all ranks and micro-batches, and gradients are summed over
-data-parallel ranks. So the result does not depend on the layout (law 2).
+data-parallel ranks. Therefore, the result does not depend on the layout (law 2).
 """
 
 from dataclasses import replace
@@ -166,7 +166,7 @@ class MegatronPolicy(Learner):
         return {"parameters": parameters} | (self.trainer.tensors_by_owner() if self.trainer else {})
 
     def saving(self, copy: bool = False) -> Write:
-        """Implements `Policy.saving`; weights are saved in the compute dtype, and in float32 as optimizer state."""
+        """Implements `Policy.saving`; weights are saved in the compute dtype, and in the optimizer state in float32."""
         assert not copy, "checks.py refuses --checkpoint.background"
 
         def write(folder: Path, world: World) -> None:

@@ -85,7 +85,7 @@ STAND_IN, CHECKPOINT = Torch("torch"), _Checkpoint("torch.distributed.checkpoint
 def over(ranks: dist.ProcessGroup | None) -> range:
     """Make Megatron run over the ranks of a host-side group (None for all ranks of the job); return the ranks.
 
-    Their global ranks must be consecutive.
+    The global ranks must be consecutive.
     """
     global _group
     numbers = dist.get_process_group_ranks(ranks) if ranks is not None else list(range(dist.get_world_size()))
@@ -105,9 +105,9 @@ def over(ranks: dist.ProcessGroup | None) -> range:
 def making_groups(place: range) -> Iterator[None]:
     """Let Megatron create its process groups over these ranks without involving other ranks, inside this context.
 
-    torch would split each group off the default communicator, which involves all ranks of the job, and on hundreds of
-    GPUs there are thousands of splits. Creating a gloo group also involves ranks outside of the group. Inside this
-    context, each group is created only by its own ranks, and its communicator on first use.
+    torch would split each group off the default communicator. Each split involves all ranks of the job, and on hundreds
+    of GPUs there are thousands of splits. Creating a gloo group also involves ranks outside of the group. Inside this
+    context, each group is created only by its own ranks, and its communicator is created on first use.
     """
     from megatron.core import parallel_state
 

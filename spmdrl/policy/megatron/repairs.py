@@ -54,7 +54,7 @@ class OneCopy(TorchFunctionMode):
 
 
 def load() -> dict[str, Any]:
-    """Import MODULES without warnings about missing libraries; return name -> module."""
+    """Import MODULES without warnings about missing libraries; return the modules by name."""
     with quiet():
         return {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
 
@@ -76,7 +76,7 @@ def install() -> None:
 def _engine(loaded: dict[str, Any]) -> None:
     """Correct Megatron's flags if TransformerEngine is not installed.
 
-    Megatron sets them as if it were installed, because its own wrapper module can be imported.
+    Megatron sets the flags as if TransformerEngine were installed, because its own wrapper module can be imported.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -103,7 +103,7 @@ def _rotary() -> None:
 def _states() -> None:
     """Use `HostAdamW` as Megatron's CPU-offloaded optimizer, and restore its state and step counts on load.
 
-    Megatron itself would lose both.
+    Megatron itself would lose both the state and the step counts.
     """
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
