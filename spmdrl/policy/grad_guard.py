@@ -27,8 +27,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class AnomalousStep:
-    """A step checked by `Guard.passes`. It is anomalous if its gradient norm spikes, or if norm or loss is not
-    finite."""
+    """A step checked by `Guard.passes`; anomalous if its gradient norm spikes, or if norm or loss is not finite."""
 
     batch: Batch
     """This rank's sequences in the step, with all columns."""

@@ -14,11 +14,11 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
 COPIED = "*processor_config.json"
-"""Pattern of the files of a language model that are copied unchanged, because transformers cannot always write them."""
+"""Pattern of language model files that are copied unchanged, because transformers cannot always write them."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
-    """Return name -> content of a checkpoint's config, tokenizer and files copied from `source`.
+    """Return file contents by name: a checkpoint's config, its tokenizer, and files copied from `source`.
 
     The tokenizer gets the chat template that the job uses to render dialogues. The generation config gets the
     end-of-turn tokens of this template, so that any engine stops where the model was trained to stop. A critic or

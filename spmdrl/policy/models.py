@@ -46,9 +46,9 @@ def shares_prompts(cfg: PolicyConfig) -> bool:
 class Models:
     """The policy and the other models of a run. A model is None if it is not needed or is not on this rank.
 
-    Trained models live on the training ranks. Frozen models live there too, or on separate scoring ranks. In the latter
-    case, training and scoring ranks hold a `RemotePolicy` for each frozen model: training ranks send requests, and
-    scoring ranks answer them.
+    Trained models live on the training ranks. Frozen models live there too, or on separate scoring ranks. If there are
+    scoring ranks, they and the training ranks hold a `RemotePolicy` for each frozen model: training ranks send
+    requests, and scoring ranks answer them.
     """
 
     policy: Any
@@ -68,7 +68,7 @@ class Models:
     """How the reward model scores responses (`rl/reading.py`), or None for the score at the last token of a
     response."""
     cost_reading: Any = None
-    """How the cost model scores responses, as `reading`."""
+    """How the cost model scores responses, like `reading`."""
     teachers: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Distillation teachers by name, except the first one (`reference`)."""
 
@@ -87,16 +87,16 @@ class Models:
     run."""
 
     def saved(self) -> dict[str, Policy]:
-        """Return name -> model of the models saved in checkpoints, except the policy."""
+        """Return the models saved in checkpoints by name, except the policy."""
         reference = {"reference": self.reference} if self.keep_reference and self.reference else {}
         return self.trained() | reference
 
     def trained(self) -> dict[str, Policy]:
-        """Return name -> model of the trained models, except the policy."""
+        """Return the trained models by name, except the policy."""
         return {name: m for name, m in self.named() if name in ("critic", "cost_critic", "process")}
 
     def learning(self) -> dict[str, Any]:
-        """Return name -> model of the trained models including the policy; empty on a rank that does not train."""
+        """Return the trained models by name, including the policy, or an empty dict on a rank that does not train."""
         return self.trained() | ({"policy": self.policy} if self.policy else {})
 
 
@@ -187,7 +187,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: int, average: bool) -> Any:
     """Build a frozen model, or a `RemotePolicy` if it runs on scoring ranks. Collective.
 
-    each: the plan of the model. outputs: number of outputs per token of a reward model. average: whether the model
+    each: the plan of the model. outputs: number of outputs per token of a reward model. average: True if the model
     tracks a moving average of the policy's weights.
     """
     model = None

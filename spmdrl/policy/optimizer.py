@@ -24,8 +24,8 @@ def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Create AdamW's initial state for each parameter without state, so that checkpoints can save or load it.
 
-    torch's state dict functions would create it by taking a step with learning rate 0, which would shift the step count
-    used for bias correction by one.
+    torch's state dict functions would create the state by taking a step with learning rate 0, which would shift the
+    step count used for bias correction by one.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
         optimizer.state[p] = new_state(p)

@@ -3,7 +3,8 @@
 Three short sequences are run through the model as one packed batch, and one by one through plain transformers. The
 comparison covers the hidden states of all tokens, a gradient, and the outputs of the head. In 16-bit dtypes, rounding
 can hide small errors, so two more tests check for leaks between sequences: whether the gradient of a sequence reaches
-tokens of another one, and whether its states change when the other sequences change. `self_check.py` uses the results.
+tokens of another sequence, and whether its states change when the other sequences change. `self_check.py` uses the
+results.
 
 Shapes: T tokens in the three sequences, D hidden size.
 """
@@ -101,7 +102,7 @@ def ordinary_tokens(hf_config: Any) -> list[int]:
 
 
 def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Return the three random sequences, the same on every rank. turn: another value changes every token."""
+    """Return the three random sequences, the same on every rank. turn: a different value changes every token."""
     ordinary = torch.tensor(ordinary_tokens(hf_config))
     drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)

@@ -41,9 +41,9 @@ class RemotePolicy:
 
         model: the model on a scoring rank, or None on a training rank. world: all ranks; `world.holders` are the
         training ranks. scorers: the scoring ranks, int64 [data positions, copies]; ranks in the same position get the
-        same sequences, and the first one answers. dtype: dtype of the answers. share: whether the model computes a
-        prompt once for all its samples, in which case all samples of a prompt are sent to the same scorer. labels:
-        number of model outputs per token.
+        same sequences, and the first one answers. dtype: dtype of the answers. share: True if the model computes a
+        prompt once for all its samples; all samples of a prompt are then sent to the same scorer. labels: number of
+        model outputs per token.
         """
         self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
         self.shape = (labels,) if labels > 1 else ()
@@ -83,7 +83,7 @@ class RemotePolicy:
         return Batch(batch.lengths, token, seq, batch.images).select(index_B[: len(batch) if copy == 0 else 0])
 
     def _answer(self, request: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send per-token results [T] back to the training ranks; return those of this rank's sequences."""
+        """Send per-token results [T] back to the training ranks; return the results for this rank's sequences."""
         copies = self.world.holders.shape[1]
         table = Table(torch.stack([request.seq["origin"], request.seq["index"]], 1))
         for i, x_T in enumerate(numbers):

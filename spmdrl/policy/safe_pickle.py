@@ -25,7 +25,7 @@ CLASSES = {
     "collections": {"OrderedDict"},
     "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
 }
-"""Module -> names that an index is allowed to import. Calling these objects has no side effects."""
+"""Maps modules to the names that an index may import. Calling these objects has no side effects."""
 LARGEST = 64 << 20
 """Maximum size of a non-tensor value in bytes. Our checkpoints only contain numbers and names."""
 
@@ -43,7 +43,7 @@ class _Index(pickle.Unpickler):
 def vet(folder: Path) -> dict[str, tuple[int, ...]]:
     """Check that loading the optimizer state in `folder` cannot execute arbitrary code.
 
-    Returns name -> shape for all tensors in the folder.
+    Returns the shapes of all tensors in the folder by name.
 
     Raises:
         ValueError: loading would execute arbitrary code, or the folder contains no optimizer state. The check itself

@@ -36,7 +36,7 @@ class Needs:
     """Major compute capability of the GPU; 0 for other devices."""
     dtype: torch.dtype
     width: int
-    """The larger of the head dimensions of keys and values."""
+    """Head dimension. If keys and values differ, it is the larger of the two."""
     softcap: bool = False
     sink_and_window: bool = False
     """True if the layer has both an attention sink and a sliding window."""

@@ -1,4 +1,4 @@
-"""Routes tokens to experts in a Megatron policy: routing replay, load-balancing loss, load-balancing biases.
+"""Routes tokens to experts in a Megatron policy, with routing replay, a load-balancing loss and balancing biases.
 
 A packed micro-batch (`attention.Pack`) carries the information for its routers (`attention.Params.routing`). A router
 receives it whenever the forward pass of its layer starts, so it always matches the micro-batch, even when activation
@@ -180,7 +180,7 @@ def mean_loss(models: list[Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def move_biases(models: list[Any], rate: float) -> None:
-    """Increase by `rate` the biases of experts with fewer tokens than this step's mean; decrease those with more.
+    """Add `rate` to the biases of experts with fewer tokens than this step's mean; subtract it if they have more.
 
     Source: https://arxiv.org/abs/2408.15664. The result only depends on token counts, not on the layout. Collective.
     """

@@ -43,7 +43,7 @@ class Pipeline:
         labels: int = 1,
     ):
         """models: the result of `model.build`, possibly wrapped for training. softcap: cap on logits, or None for no
-        cap. divisor: divisor of the logits, without the temperature. replay: whether to route tokens to the experts in
+        cap. divisor: divisor of the logits, without the temperature. replay: True to route tokens to the experts in
         `token["experts"]`. labels: number of outputs per token of a `score` head.
         """
         from megatron.core import parallel_state
@@ -97,8 +97,7 @@ class Pipeline:
         self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, first_T, second_T
     ) -> torch.Tensor:
         if not len(micro):
-            # The products are empty, so the loss is 0, but they keep the graph, because other ranks wait for this
-            # backward.
+            # The products are empty, so the loss is 0. They keep the graph, because other ranks wait for this backward.
             first_T, second_T = (x.sum() * x.new_zeros(0) for x in (first_T, second_T))
         result = objective.loss(for_losses(micro, self.device), first_T, second_T, shared)
         metrics.merge(result.stats)
@@ -130,8 +129,8 @@ class Pipeline:
         def finish(micro: Batch, run: Batch, pack: Pack, model: Any, states: torch.Tensor):
             numbers = self._numbers(unwrapped(model), states[0], run.n_tokens, pack.head, temperature, second)
             value = to_loss(micro, *numbers) if to_loss else numbers[0].sum()
-            # The second element is the token count that Megatron would divide the loss by. 0 disables this, because the
-            # loss is already normalised.
+            # The second element is the token count that Megatron would divide the loss by. It is 0 to disable this
+            # division, because the loss is already normalised.
             return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
 
         longest = max(pack.tokens.shape[1] for pack in packs)
@@ -145,7 +144,7 @@ class Pipeline:
             forward_only=to_loss is None,
         )
         for model in self.models:
-            # Otherwise, the model would keep the input of its last micro-batch alive until the next pass.
+            # Release the input of the last micro-batch, which the model would otherwise keep until the next pass.
             unwrapped(model).set_input_tensor([None])
         return numbers
 

@@ -34,9 +34,9 @@ class Trainer:
                 DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
             ]
             for buffer in self._buffers():
-                # A buffer can have several buckets, because a tied embedding has its own. Megatron reads their state at
-                # offsets that include padding, but omits the padding when it concatenates buckets. So count padding as
-                # data.
+                # A buffer can have several buckets, because a tied embedding has its own bucket. Megatron reads the
+                # state of buckets at offsets that include padding, but omits the padding when it concatenates buckets.
+                # So count padding as data.
                 buffer.numel_unpadded = buffer.numel
                 for bucket in buffer.buckets:
                     bucket.numel_unpadded = bucket.grad_data.numel()
@@ -105,8 +105,8 @@ class Trainer:
                 clip(parameters, largest, norm, each.config.use_precision_aware_optimizer)
         *before, last = self._chained()
         for each in before:
-            # Each optimizer would all-gather all weights after its step. Only the last one needs to, so hide the models
-            # from the others.
+            # Each optimizer would all-gather all weights after its step. Only the last optimizer must do so; hide the
+            # models from all others.
             chunks, each.model_chunks = each.model_chunks, []
             each.step_with_ready_grads()
             each.model_chunks = chunks

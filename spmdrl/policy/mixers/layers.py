@@ -53,7 +53,8 @@ class RowClass:
     sequences: int
     """Number of rows, B."""
     read: torch.Tensor
-    """int64 [n]: slots whose outputs are used: neither padding nor tokens whose output an earlier row provides."""
+    """int64 [n]: slots whose outputs are used. Padding is excluded, and so are tokens whose output an earlier row
+    provides."""
     tokens: torch.Tensor
     """int64 [n]: packed index of the token in each slot in `read`."""
     starts: torch.Tensor | None
@@ -72,7 +73,7 @@ class Rows:
 
 
 def rows_of(packing: Packing, hand: bool) -> Rows:
-    """Return the rows of a packed batch. hand: whether rows may start from the states of other rows."""
+    """Return the rows of a packed batch. hand: True if rows may start from the states of other rows."""
     return packing.layout(("rows", hand), lambda: _plan(packing, hand))
 
 
@@ -80,8 +81,9 @@ def _plan(packing: Packing, hand: bool) -> Rows:
     """Compute `rows_of` in host memory."""
     own = [spans[-1] for spans in packing.spans]
     followed = set(packing.parents)
-    # For each node, `spans` holds the spans of the row that ends with it, `source` the node whose state this row starts
-    # from (-1 for zeros), and `depth` the number of rows that must be computed before it, one after the other.
+    # For each node, `spans` holds the spans of the row that ends with the node, and `source` the node whose state this
+    # row starts from (-1 for zeros). `depth` is the number of rows that must be computed, one after the other, before
+    # this row.
     spans: list[list[Span]] = []
     source: list[int] = []
     handing: list[bool] = []
@@ -194,7 +196,7 @@ def mixes(module: nn.Module) -> bool:
 
 
 def install(hf: nn.Module) -> None:
-    """Make the layers of a HF model run over packed batches whenever a packing is `active`."""
+    """Make the layers of an HF model run over packed batches whenever a packing is `active`."""
     for module in hf.modules():
         if mixes(module) and getattr(module.forward, "func", None) is not _forward:
             module.forward = partial(_forward, module, module.forward)

@@ -1,9 +1,10 @@
 """Runs rotary embeddings with length-dependent frequencies over packed batches.
 
 transformers picks the frequencies once per forward pass, based on the largest position. `longrope` has one set of
-frequencies up to the original context length and another one beyond it; `dynamic` has different frequencies for every
-length beyond it. Here, each sequence in a packed batch gets the frequencies that it would get on its own. Sequences
-with different frequencies cannot share a prefix, because its hidden states would differ.
+frequencies up to the original context length and another set for longer sequences. `dynamic` has different frequencies
+for every length above the original one. Here, each sequence in a packed batch gets the frequencies that it would get on
+its own. Sequences with different frequencies cannot share a prefix, because the prefix would have different hidden
+states.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Moving:
 
 
 def install(hf: nn.Module) -> list[Moving]:
-    """Make the rotary embeddings of a HF model run over packed batches while a packing is `active`.
+    """Make the rotary embeddings of an HF model run over packed batches while a packing is `active`.
 
     Returns the embeddings whose frequencies depend on the length.
     """

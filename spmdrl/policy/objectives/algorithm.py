@@ -33,19 +33,19 @@ class Algorithm:
     loss: Callable
     loss_settings: dict
     select: Callable | None
-    """Function that selects tokens from the full batch that the loss treats differently, or None to select none."""
+    """Function that selects the tokens in the full batch that the loss treats differently, or None to select none."""
     separable: bool
     """True if the loss of a token does not depend on the logp of other tokens."""
     aggregation: str
     horizon: float
     """Divisor of the aggregation `seq-mean-token-sum-norm`: the maximum response length in tokens."""
     old_logp: str
-    """Source of old logp. `update`: the forward pass of the update itself; `policy`: a separate forward pass before the
-    update; `rollout`: the engine."""
+    """Source of old logp: the forward pass of the update itself (`update`), a separate forward pass before the update
+    (`policy`), or the engine (`rollout`)."""
     correction: str
     """Kind of importance weights for rollout correction (`algos/correction.py`)."""
     limits: CorrectionConfig
-    """Bounds on the importance weights, and bounds outside of which sequences are rejected."""
+    """Bounds on the importance weights, and bounds for rejecting whole sequences."""
     mask_cut: bool
     """True to exclude truncated responses from training. Their rewards still count in group statistics."""
     staleness: int
@@ -122,7 +122,7 @@ class Algorithm:
 MOMENTS = ("reward_count", "reward_mean", "reward_m2")
 """Keys in `Algorithm.state` for the running count, mean and sum of squared deviations of the reward."""
 OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process", "ends": "ends"}
-"""Field of `Samples` -> name of its token column, which a batch may lack."""
+"""Maps fields of `Samples` to their token columns, which a batch may lack."""
 
 
 def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:

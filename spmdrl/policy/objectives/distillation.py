@@ -26,7 +26,7 @@ from spmdrl_kernels.linear import wide
 
 @dataclass(frozen=True)
 class TargetReader:
-    """A `HeadFunction` with which a teacher computes the target columns that its student trains on."""
+    """A `HeadFunction` that a teacher runs to compute the target columns for its student."""
 
     top_k: int
     """Number of top teacher tokens to store per position. 0 stores hidden states instead, from which all logits are
@@ -57,7 +57,7 @@ class TargetReader:
 
 
 def build_reader(divergence: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> TargetReader:
-    """Build the function with which teachers compute the targets of their student.
+    """Build the function that teachers run to compute the targets of their student.
 
     section: name of the settings section, for messages. paths: paths of student and teachers, in any form that
     `--model.path` accepts. model: settings that apply to all models.
@@ -91,7 +91,7 @@ class DistillObjective(TokenObjective):
         temperature: float,
         peers: Peers,
     ):
-        """teachers: name -> output head, or None for top-k targets. temperature: divisor of all logits."""
+        """teachers: output heads by name, or None for top-k targets. temperature: divisor of all logits."""
         self.cfg, self.reader, self.teachers, self.peers = cfg, reader, teachers, peers
         self.temperature = temperature
         columns = {f"token/{column}" for name in teachers for column in reader.names(name)}
@@ -125,10 +125,10 @@ class DistillObjective(TokenObjective):
         in_use = torch.unique(share_BK > 0, dim=0).tolist()
 
         def groups(rows_n: torch.Tensor) -> list[tuple[list[bool], Any]]:
-            """Group rows: for each group, return which teachers have nonzero weight, and the row indices."""
+            """Group rows by their teachers with nonzero weight; return teacher flags and row indices of each group."""
             if len(in_use) == 1:
                 return [(in_use[0], slice(None))]
-            # Finding groups of several kinds synchronises with the device.
+            # Finding several groups synchronises with the device.
             kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
             # An empty batch still needs a loss with a (zero) gradient, because other ranks may wait for its backward.
             several = kinds.tolist() or [[True] * len(self.teachers)]

@@ -18,18 +18,18 @@ from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MISMATCHED = 2
-"""Responses with this or a higher sample number are not trained on: KTO gives them another response's prompt."""
+"""Responses with this sample index or a higher one are not trained on; KTO gives them another response's prompt."""
 
 
 @dataclass
 class PairObjective(Objective):
     """Averages a weighted sum of preference losses over the pairs of an optimizer step.
 
-    The two responses of a pair are adjacent in a micro-batch (`seq["unit"]`), the chosen one first.
+    The two responses of a pair are adjacent in a micro-batch (`seq["unit"]`), and the chosen response comes first.
     """
 
     losses: dict[str, float]
-    """Name of a loss (a key of `algos.preference.LOSSES`, or `sft`) -> its weight in the sum."""
+    """Maps each loss (a key of `algos.preference.LOSSES`, or `sft`) to its weight in the sum."""
     settings: PreferenceMethod
     policy: Policy
     peers: Peers
@@ -76,7 +76,7 @@ class PairObjective(Objective):
     def _sums(self, batch: Batch, x_T: torch.Tensor) -> torch.Tensor:
         """Sum x over the trained tokens of each response, [B].
 
-        In the longer response, tokens beyond the length of the shorter one are weighted by `tail`.
+        In the longer response, tokens beyond the length of the shorter response are weighted by `tail`.
         """
         x_T = torch.where(batch.token["mask"], x_T, torch.zeros_like(x_T))
         x_T = x_T if self.settings.tail == 1 else x_T * self._weights(batch)
@@ -166,7 +166,8 @@ class LabelledObjective(Objective):
     def _shift(self, share: Batch, index: int) -> float:
         """Return the reference point of the loss, or 0 if the loss has none.
 
-        For KTO, this is the mean log-ratio of mismatched responses, or 0 if negative; for BCO, the mean reward.
+        For KTO, it is the mean log-ratio of mismatched responses, or 0 if this mean is negative. For BCO, it is the
+        mean reward.
         """
         source = LOSSES[self.loss_name].shift
         if not source:
@@ -214,7 +215,7 @@ class LabelledObjective(Objective):
 def _label_mean(sums: list[float]) -> float:
     """Return the average of the per-label means, or the mean of the only label present.
 
-    sums: as `LabelledObjective.running`.
+    sums: like `LabelledObjective.running`.
     """
     means = [total / count for total, count in (sums[:2], sums[2:]) if count]
     return sum(means) / len(means) if means else 0.0

@@ -26,7 +26,7 @@ from spmdrl.tracking.metrics import Metrics
 LOSS_COLUMNS = ("mask", "advantages", "rollout_logp", "old_logp", "ref_logp", "selected")
 """Token columns that a policy loss may read."""
 OLD_LOGP = {"policy": "old_logp", "rollout": "rollout_logp"}
-"""`Algorithm.old_logp` -> column with old logp. `update` has no column: it uses logp from the current forward pass."""
+"""Maps `Algorithm.old_logp` to a column. `update` has no column, because it uses logp from the current forward pass."""
 
 
 @dataclass
@@ -42,10 +42,10 @@ class PolicyShared(Shared):
 
 
 class PolicyObjective(Objective):
-    """Trains the policy with an `Algorithm`: ratio loss, KL, entropy bonus, rollout correction."""
+    """Trains the policy with an `Algorithm`: ratio loss, KL, entropy bonus and rollout correction."""
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
-        """peers: the data-parallel ranks. start: `policy.updates_done` when the update starts; None if now."""
+        """peers: data-parallel ranks. start: `policy.updates_done` at the update's start; None if it starts now."""
         self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
@@ -201,7 +201,7 @@ class CriticObjective(TokenObjective):
     returns: str
     values: str
     clip: float | None
-    """Clip range: larger value changes cannot lower the loss. None for no clipping."""
+    """Clip range; value changes beyond it cannot lower the loss. Use None for no clipping."""
     peers: Peers
     temperature = 1.0
 

@@ -22,16 +22,16 @@ PAIR_BINS, STEP_BINS = 5, 10
 """Number of calibration bins: PAIR_BINS for the probability that the higher score wins (0.5 to 1), STEP_BINS for the
 probability that a step is correct."""
 MOMENTS = ("m", "l", "mm", "ll", "ml")
-"""Means over pairs. m: score difference, chosen minus rejected; l: length difference, chosen minus rejected; mm, ll:
-their squares; ml: their product."""
+"""Means over pairs. m and l are the differences in score and in length, chosen minus rejected. mm and ll are the
+squares of these differences, and ml is their product."""
 
 
 @dataclass
 class ScoreObjective(Objective):
     """Averages the Bradley-Terry loss over the pairs of an optimizer step.
 
-    The two responses of a pair are adjacent in a micro-batch (`seq["unit"]`), the chosen one first. The score of a
-    response is the score at its last trained token.
+    The two responses of a pair are adjacent in a micro-batch (`seq["unit"]`), and the chosen response comes first. The
+    score of a response is the score at its last trained token.
     """
 
     outputs: tuple[str, ...]
@@ -84,8 +84,8 @@ class ScoreObjective(Objective):
 class StepObjective(TokenObjective):
     """Averages a loss over the labelled reasoning steps in an optimizer step (https://arxiv.org/abs/2305.20050).
 
-    The model outputs two logits at the last token of a labelled step; the softmax probability of the second one is the
-    probability that the step is correct. The loss is the cross-entropy with the label, which can be a probability
+    The model outputs two logits at the last token of a labelled step; the softmax probability of the second logit is
+    the probability that the step is correct. The loss is the cross-entropy with the label, which can be a probability
     (Math-Shepherd, https://arxiv.org/abs/2312.08935).
     """
 
@@ -153,9 +153,9 @@ def _add_calibration(
 def report(values: dict[str, float]) -> dict[str, float]:
     """Return metrics in which sums are replaced by the metrics computed from them; names may start with `eval/`.
 
-    `calibration/error`: expected calibration error of the probability that the higher score wins, or that a step is
-    correct (https://arxiv.org/abs/1706.04599). `length/correlation`: correlation between score difference and length
-    difference over pairs.
+    `calibration/error` is the expected calibration error of the probability that the higher score wins, or that a step
+    is correct (https://arxiv.org/abs/1706.04599). `length/correlation` is the correlation between score difference and
+    length difference over pairs.
     """
     out, sums, moments, seen = {}, [], {}, 0.0
     prefix = "eval/" if any(name.startswith("eval/") for name in values) else ""
