@@ -12,4 +12,7 @@ build.py      builds a folder's model, with its weights or uninitialised
 lora.py       low-rank adapters (LoRA) in a model
 rotary.py     the sequence lengths beyond which rotary frequencies change
 routing.py    records and replays the expert choices of MoE routers
+vision.py     facts of the families that read images: ids, forms of positions, names of the parts
+images.py     turns images into tensors, once per image
+expand.py     expands the placeholders of images, and computes position ids
 """
