@@ -3,8 +3,8 @@
 Environments receive and return messages, other JSON values, and floats.
 
 base.py        types shared by callers and workers: an opening, an assistant turn, a reply, settings
-pool.py        the caller's side: runs environments in processes that can be killed; records.py records each environment
-               so that it can be reopened, and chooses the process in which it runs
+pool.py        the caller's side: runs environments in processes that can be killed; records.py keeps the data needed to
+               reopen each environment, and assigns environments to processes
 worker.py      the worker process's side; env_instance.py runs one environment in it, and limits.py gives every call a
                time limit
 forms.py       loads an environment by name: a class in a file, a list of tools, or a built-in environment
@@ -13,8 +13,8 @@ arguments.py   checks tool-call arguments against the tool's schema
 answers.py     converts any tool result to valid text of bounded length
 messages.py    reads a row's prompt messages, and checks the messages that an environment returns
 builtin.py     built-in environments
-gyms.py        wraps environments from other libraries: Gymnasium, skyrl-gym, TextArena and reasoning-gym, whose puzzles
-               attempts.py scores
+gyms.py        wraps environments from other libraries: Gymnasium, skyrl-gym, TextArena and reasoning-gym; attempts.py
+               scores reasoning-gym's puzzles
 trl.py         wraps environments and tools written for TRL
 verl_form.py   reads verl's YAML files of tools and interactions, which verl_env.py runs; verl_stand_ins.py defines
                stand-ins for the verl classes that user files import

@@ -73,7 +73,7 @@ def _init(name: str) -> tuple[Path, Path]:
     """Write `NAME.py` and `test_NAME.py`, and return both paths. `name` may begin with folders, which are created.
 
     Raises:
-        ValueError: `name` is not a valid Python module name, is taken by another module, or one of the files exists.
+        ValueError: `name` is not a valid Python module name or belongs to another module, or one of the files exists.
     """
     path = Path(name.removesuffix(".py"))
     stem = path.name

@@ -36,7 +36,7 @@ class History:
     """Messages that `step` returns to replace the conversation so far, for example with a summary."""
 
     messages: Any
-    """All messages that the policy sees from now on; it answers the last one. A string is a user message."""
+    """All messages of the new conversation. The policy answers the last message. A string becomes a user message."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def tool_result(result: object, longest: int, cut: str) -> ToolResult:
     """Return a tool's result as text. Text longer than `longest` characters is truncated, and a note marks the cut.
 
     result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` can have: text, bytes (UTF-8), a JSON
-    value, or another object. Other objects are converted by `str()`, whose errors are not caught. cut: which part of a
-    longer text is kept: `head` (the beginning), `tail` (the end) or `middle` (both ends).
+    value, or another object. Other objects are converted by `str()`, whose errors are not caught. cut: the part of a
+    longer text to keep, `head` (the beginning), `tail` (the end) or `middle` (both ends).
 
     Raises:
         BadRewardError: the reward is not a finite number.
@@ -69,7 +69,7 @@ def tool_result(result: object, longest: int, cut: str) -> ToolResult:
 
 
 def finite(reward: object) -> float | None:
-    """Return a reward as a float, or None for None. Raises BadRewardError if it is not a finite number."""
+    """Convert a reward to a float; None stays None. Raises BadRewardError if the reward is not a finite number."""
     if reward is None:
         return None
     number = as_number(reward)
@@ -140,7 +140,7 @@ def _is_reward(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value or text for an object; the same in every process, unless its own `__str__` differs."""
+    """Convert an object to a JSON value or text that is the same in every process, unless its own `__str__` differs."""
     if isinstance(value, Set):  # the order of a set differs between processes
         return sorted(value, key=str)
     if isinstance(value, bytes | bytearray):

@@ -14,7 +14,7 @@ class ArgumentsError(ValueError):
 
 
 def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool) -> dict[str, Any]:
-    """Return the arguments converted to the types in a tool's schema, for example numbers written as text.
+    """Return the arguments, converted to the types in a tool's schema. For example, numbers may be written as text.
 
     function: the tool's schema, with name and parameters. closed: True to reject arguments that are not in the schema.
 
@@ -69,7 +69,7 @@ def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
 
 
 def _any_of(value: Any, options: list[Any], what: str, depth: int) -> Any:
-    """Convert a value by the first schema in `options` that accepts it, preferring one that leaves it unchanged."""
+    """Convert a value with the first option that leaves it unchanged, or else with the first option that accepts it."""
     fitting, error = [], None
     for option in options:
         try:

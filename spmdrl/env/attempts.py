@@ -16,11 +16,11 @@ class Attempts:
     """A puzzle that the policy may answer several times. Each wrong attempt except the last is answered with a message.
 
     A row from the data source `reasoning-gym:<task>` contains its puzzle in the columns task, config and entry, and all
-    samples of the prompt share it. For other rows a puzzle is generated from the row's `seed` column if present,
-    otherwise from the sample's own seed. An attempt is the text in `<answer>` tags, or the whole message if there are
-    none. It is correct if the task scores it 1. The reward is the score of the best or the last attempt (`keep`). Its
-    parts are `first` (the score of the first attempt), `attempts` (the number of attempts) and `format` (the fraction
-    of attempts with tags).
+    samples of the prompt share this puzzle. For other rows, a puzzle is generated from the row's `seed` column if
+    present, otherwise from the sample's own seed. An attempt is the text in `<answer>` tags, or the whole message if
+    there are no tags. An attempt is correct if the task scores it 1. The reward is the score of the best or the last
+    attempt (`keep`). The reward's parts are `first` (the score of the first attempt), `attempts` (the number of
+    attempts) and `format` (the fraction of attempts with tags).
     """
 
     def __init__(self, task: str, attempts: int = 3, keep: str = "best", **config: Any):

@@ -16,7 +16,7 @@ does not change when an episode is reopened."""
 
 
 class BrokenError(Exception):
-    """Raised by a tool for an error that the model did not cause. The model does not see it; the episode is dropped."""
+    """Raised by a tool for an error that the model did not cause. The episode is dropped without telling the model."""
 
 
 class Stateless:
@@ -55,7 +55,7 @@ class Call:
     """JSON values by argument name, or None if the call is malformed."""
     id: str = ""
     error: str = ""
-    """Error message for the model if the call is malformed; empty for a valid call."""
+    """Error message for the model if the call is malformed, or an empty string if the call is valid."""
     inline: bool = False
     """True if the call is a code block, which stays in the message content."""
     late: bool = False
@@ -79,13 +79,13 @@ class Reply:
     """An environment's answer to one request of the pool."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages to append to the conversation, `{"role", "content", "name"?, "tool_call_id"?}`; each content is valid
-    text. In a reply to `open`, these are all prompt messages."""
+    """Messages to append to the conversation, in the form `{"role", "content", "name"?, "tool_call_id"?}`. Each content
+    is valid text. A reply to `open` contains all prompt messages."""
     anew: bool = False
     """True if `messages` replace the whole conversation."""
     reward: float | None = None
-    """Sum of the rewards returned by this turn's tool calls and `step`, or the final reward in a reply to `score`. None
-    if there is no reward."""
+    """Sum of the rewards returned by this turn's tool calls and `step`, or the final reward in a reply to `score`. The
+    value is None if there is no reward."""
     parts: dict[str, float] = field(default_factory=dict)
     """Parts of the reward by name, in a reply to `score`."""
     done: bool = False
@@ -93,9 +93,9 @@ class Reply:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """The tools as OpenAI function schemas, in a reply to `open`."""
     state_key: str = ""
-    """Digest of `state_key()` after this turn or the reset. Empty if the environment does not define `state_key`."""
+    """Digest of `state_key()` after this turn or the reset, or "" if the environment does not define `state_key`."""
     failure: str = ""
-    """If the environment itself failed, the reason, for the log; the episode is dropped. Empty otherwise."""
+    """Error message for the log if the environment itself failed, or "" otherwise. A failure drops the episode."""
     counts: dict[str, float] = field(default_factory=dict)
     """Per-turn counts: calls, failed_calls (calls that raised an exception), timeouts, cut (truncated texts), malformed
     (calls that could not be made), and seconds (the turn's duration)."""
@@ -116,7 +116,7 @@ class PoolSettings:
     longest_answer: int = 10_000
     """Maximum number of characters in a text returned by a tool or `step`; longer texts are truncated."""
     cut: str = "middle"
-    """Which part of a longer text is kept: `head` keeps the beginning, `tail` the end, and `middle` both ends."""
+    """Truncation of longer texts: `head` keeps the beginning, `tail` keeps the end, and `middle` keeps both ends."""
     on_timeout: str = "tell"
     """Response to a call that times out: `tell` reports it to the model in a message; `end` also ends the episode."""
     memory_mb: int = 0

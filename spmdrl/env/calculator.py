@@ -13,8 +13,8 @@ LONGEST = 1_000
 MOST_BITS = 14_000
 """Maximum number of bits in a numerator or denominator: about 4,200 digits, since Python prints at most 4,300."""
 MOST_DIGITS = 60
-"""A decimal is printed exactly up to this number of digits after the point, a fraction up to this number of characters.
-"""
+"""Decimals with at most this many digits after the point are printed exactly, as are fractions with at most this many
+characters."""
 WORDS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\u00a0": " "})
 """Characters that are replaced with Python operators and spaces."""
 OPERATORS: dict[type[ast.AST], Any] = {
@@ -110,9 +110,9 @@ def _bounded(value: Fraction) -> Fraction:
 def shown(value: Fraction) -> str:
     """Return a number as text.
 
-    Whole numbers, and decimals of up to `MOST_DIGITS` digits after the point, are exact. A fraction is followed by its
-    first digits, as in `1/3 (about 0.333333333333333)`. For a fraction with more than `MOST_DIGITS` characters, only
-    the first digits are returned.
+    Whole numbers, and decimals with up to `MOST_DIGITS` digits after the point, are exact. A fraction is followed by
+    its first digits, as in `1/3 (about 0.333333333333333)`. For a fraction with more than `MOST_DIGITS` characters,
+    only the first digits are returned.
     """
     if value.denominator == 1:
         return str(value.numerator)

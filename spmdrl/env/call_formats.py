@@ -152,7 +152,7 @@ def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
     if tagged and not rest.lstrip().startswith("{"):
         return before, [_python_tag(rest.strip())]
     text = before + rest
-    # Text with the tag, or text that starts like a call, must contain a call. If none can be read, it is malformed.
+    # Text with the tag, or text that starts like a call, must contain a call. Otherwise it counts as a malformed call.
     meant = len(before) if tagged else 0 if re.match(r'\s*\{\s*"name"\s*:', text) else -1
     kept: list[str] = []
     calls: list[Call] = []
@@ -271,7 +271,7 @@ class CallFormat:
     shown: str = ""
     """A tag that identifies this format in chat templates that describe calls but do not render them."""
     opens: tuple[str, ...] = ("",)
-    """A rendered call has this format only if it starts with one of these prefixes. An empty one matches any text."""
+    """A rendered call has this format only if it starts with one of these prefixes. The prefix "" matches any text."""
     thought: Callable[[str], str] | None = None
     """Function that returns a turn's thought, or None if the format puts thoughts between tags such as `<think>`."""
 
@@ -287,5 +287,5 @@ FORMATS: dict[str, CallFormat] = {
     "python": CallFormat(python),
     "none": CallFormat(none),
 }
-"""Formats by name, in the order in which `calls.format_of` tries their parsers. It searches for their tags (`shown`) in
-reverse order, since the template of a later format may contain the tag of an earlier one."""
+"""Formats by name. `calls.format_of` tries the parsers in this order, but looks for the tags (`shown`) in the reverse
+order, since the template of a later format may contain the tag of an earlier format."""

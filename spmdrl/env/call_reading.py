@@ -22,7 +22,7 @@ class MalformedError(ValueError):
     """A text is not a valid call. The message gives the reason and is sent to the model."""
 
     def __init__(self, why: str, name: str = ""):
-        """why: the reason. name: the tool's name, if it could be read."""
+        """Create the error. why: the reason. name: the tool's name, if it could be read."""
         super().__init__(why)
         self.name = name
 
@@ -62,9 +62,10 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def arguments_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
-    """Return a call's arguments, which start at position `at` as a JSON object or as a JSON string that contains one.
+    """Return a call's arguments, and the position after them.
 
-    Also return the position after them. Raises MalformedError if there is neither. name: the called tool.
+    The arguments start at position `at`, as a JSON object or as a JSON string that contains one. Raises MalformedError
+    for any other text. name: the called tool.
     """
     try:
         value, at = json_at(text, at)
@@ -86,10 +87,10 @@ def arguments_of(value: Any, name: str) -> dict[str, Any]:
 
 
 def python_call(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the function and arguments of a text `FUNCTION(KEY=VALUE)`, whose values are JSON-compatible literals.
+    """Return the function and arguments of a call written as `FUNCTION(KEY=VALUE)` with JSON-compatible literals.
 
     Raises:
-        ValueError: the text does not have this form.
+        ValueError: the text is not such a call.
     """
     try:
         call = ast.parse(text, mode="eval").body
@@ -128,10 +129,10 @@ Read = Callable[[str, int], tuple[list[Call], int]]
 
 
 def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tuple[str, list[Call]]:
-    """Return the text outside of pairs of tags, and the calls inside them.
+    """Return the text outside the pairs of tags, and the calls inside the tags.
 
-    opening: the tag before a call. closing: the tag after a call, which may be missing at the end of the text; empty if
-    the format has none. read: reads the calls after an opening tag.
+    opening: the tag before a call. closing: the tag after a call, or an empty string if the format has no such tag. The
+    closing tag may be missing at the end of the text. read: reads the calls after an opening tag.
     """
     kept: list[str] = []
     calls: list[Call] = []
@@ -158,7 +159,7 @@ def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tu
 
 
 def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
-    """Return the position at which a malformed call ends: after its closing tag, at the next call, or at the end."""
+    """Return the end of a malformed call: after its closing tag, at the next call, or at the end of the text."""
     again = opening.search(text, at)
     until = again.start() if again else len(text)
     end = text.find(closing, at, until) if closing else -1
@@ -188,9 +189,10 @@ def typed(value: str, function: str, key: str, tools: Tools) -> Any:
 
 
 def _kinds(function: str, key: str, tools: Tools) -> set[str]:
-    """Return the JSON types that an argument can have; empty if there are no schemas or its schema names no type.
+    """Return the set of JSON types that an argument can have.
 
-    If there are schemas but none of them has the argument, its type is string.
+    The set is empty if there are no schemas, or if the argument's schema names no type. If there are schemas but none
+    of them has the argument, its type is string.
     """
     for tool in tools:
         about = tool.get("function", tool)

@@ -39,8 +39,8 @@ def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], s
 def _apart(text: str, mark: str) -> tuple[str, str]:
     """Return (thought, remaining text). A thought that starts in the prompt has only a closing tag in the text.
 
-    mark: the tag that starts calls; may be empty. If a thought's closing tag comes after a call and there is no opening
-    tag, the text has no thought.
+    mark: the tag that starts calls, or an empty string. If a thought's closing tag comes after a call and there is no
+    opening tag, the text has no thought.
     """
     for begin, end in _THOUGHT_MARKS:
         start = text.find(begin)
@@ -68,9 +68,9 @@ def parse_turn(text: str, format: str, tools: Tools = ()) -> AssistantTurn:
 def as_message(turn: AssistantTurn) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's format, for chat templates.
 
-    Arguments are objects, not JSON text. A malformed call appears in the message without arguments, because the message
-    that answers it must follow a call. Tool calls parsed from code blocks are omitted, since `content` already contains
-    the code.
+    Arguments are objects, not JSON text. A malformed call appears in the message without arguments, because the tool
+    message that reports the error must follow a call. Tool calls parsed from code blocks are omitted, since `content`
+    already contains the code.
     """
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.thought:

@@ -24,7 +24,7 @@ class AnewError(Exception):
     """Calls that timed out are still running and may change the environment, so the pool must reopen it."""
 
     def __init__(self, late: list[int], calls: list[asyncio.Future]):
-        """late: indices of the calls that timed out. calls: futures of the calls that are still running."""
+        """Create the error. late: indices of the timed-out calls. calls: futures of the calls that still run."""
         super().__init__(late)
         self.late, self.calls = late, calls
 
@@ -48,7 +48,7 @@ class _Answer:
 
 
 class EnvInstance:
-    """An open environment. `open`, `say` and `score` return fields of a `Reply`, or raise FailedError if it failed."""
+    """An open environment. `open`, `say` and `score` return `Reply` fields, or raise FailedError after a failure."""
 
     def __init__(
         self, environment: Any, row: dict[str, Any], settings: PoolSettings, limits: Limits, begins: Callable[..., None]

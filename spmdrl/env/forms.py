@@ -2,7 +2,7 @@
 
 An environment is an object with some of these members; a function may be plain or async:
 
-reset(row, seed)             returns messages, the user's text, or None for the prompt of the row
+reset(row, seed)             returns messages, the user's text, or None for the row's prompt
 step(message)                returns (messages | text | History | None, reward | None, done); a History replaces all
                              messages so far
 any other public method      a tool if it has a docstring; its arguments need type hints
@@ -14,7 +14,7 @@ state(), restore(state)      `state` returns a JSON value; `restore` sets it aft
 state_key()                  returns a JSON value that is equal for equal states (GiGPO compares turns in equal states)
 close()                      frees the environment's resources
 timeout_s                    time limit of each call, in seconds
-parallel_calls               if False, the calls of a turn run one after another, in order; default: in parallel
+parallel_calls               if False, a turn's calls run one after another, in order; by default they run in parallel
 
 Plain (not async) functions run in threads, so signals and time limits that use signals do not work in them.
 """
@@ -79,9 +79,10 @@ class Form:
 def load(name: str) -> Form:
     """Load an environment by name: `file.py:Class`, `package.module:Class`, `builtin:NAME`, `mcp:URL` or `mcp:COMMAND`.
 
-    Instead of a class the name may refer to a function or a list of functions, which are tools; to a class written for
-    TRL's `environment_factory` or for a library of gyms.py or verl_form.py; or to a `functools.partial` of a class.
-    gyms.py also accepts names such as `gymnasium:ID`, and verl_form.py YAML files of verl.
+    Instead of a class, the name may refer to a function or a list of functions, which become tools. It may also refer
+    to a class written for TRL's `environment_factory` or for a library of gyms.py or verl_form.py, or to a
+    `functools.partial` of a class. gyms.py also accepts names such as `gymnasium:ID`, and verl_form.py accepts verl's
+    YAML files.
 
     Raises:
         ValueError: the environment cannot be loaded; the message names the file and the cause.
@@ -140,7 +141,7 @@ def mcp_settings(name: str) -> dict[str, Any]:
 def _library(found: Any, name: str) -> Form | None:
     """Return the form of a class that was written for another library, or None if no library accepts it.
 
-    found: the class or a `functools.partial` of it; None for a name that only a library knows, such as `gymnasium:ID`.
+    found: the class, a `functools.partial` of it, or None for a name that only a library knows, such as `gymnasium:ID`.
     """
     for kind, library in LIBRARIES.items():
         if library.is_mine(found, name):

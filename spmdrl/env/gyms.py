@@ -1,4 +1,4 @@
-"""Wraps environments from Gymnasium, old Gym, skyrl-gym, TextArena and reasoning-gym, given by a prefix or a class.
+"""Wraps environments from Gymnasium, old Gym, skyrl-gym, TextArena and reasoning-gym, named by a prefix or a class.
 
 reasoning_gym:TASK   a reasoning-gym puzzle with several attempts (settings: attempts, keep, and the task's own)
 gymnasium:ID         an environment in Gymnasium's registry; the settings are keyword arguments for `gymnasium.make`
@@ -34,9 +34,9 @@ Step = tuple[list[dict] | str | None, float | None, bool]
 
 
 def is_mine(target: object, name: str) -> bool:
-    """Return whether `target` is a class of one of these libraries; if it is None, whether `name` has a known prefix.
+    """Return whether this module can wrap an environment.
 
-    target: a class, a partial of one, or None.
+    target: a class, a partial of one, or None to check only whether `name` has a known prefix.
     """
     if target is None:
         return _prefix(name) in PACKAGES
@@ -89,12 +89,12 @@ def _prefix(name: str) -> str:
 
 
 def _kind(target: type) -> str:
-    """Return the library whose interface a class has, or "".
+    """Return the name of the library whose interface a class has, or "" if there is none.
 
     A subclass of a library's class has that library's interface; old Gym counts as Gymnasium. Any other class with
     `step` and `reset` has Gymnasium's interface if it has `action_space`, or if `reset` has no parameters other than
     `seed` and `options` and `step` takes something other than `message`. The second condition excludes TRL's classes,
-    whose `reset` takes a row's columns, and this project's, whose `step` takes `message`.
+    whose `reset` takes a row's columns, and this project's classes, whose `step` takes `message`.
     """
     roots = {base.__module__.partition(".")[0] for base in target.__mro__}
     for kind in ("skyrl_gym", "textarena", "gymnasium"):
@@ -115,9 +115,9 @@ def _kind(target: type) -> str:
 class Gym:
     """A text environment from Gymnasium (https://gymnasium.farama.org/api/env), or from Gym before 0.26.
 
-    Observations and actions are text. With a Discrete action space, the action is the last integer in a message; if it
-    is missing or out of range, the model gets a message saying so, and the environment takes no step. With
-    `render_mode="ansi"` the model sees the rendered text, with highlighted characters in brackets. The seed is the
+    Observations and actions are text. With a Discrete action space, the action is the last integer in a message. If the
+    integer is missing or out of range, the model is asked for a valid one, and the environment takes no step. With
+    `render_mode="ansi"`, the model sees the rendered text, with highlighted characters in brackets. The seed is the
     row's `seed` column if present (shared by all samples of a prompt), otherwise the sample's own seed. The row's
     `options` column, a mapping, is passed to `reset`.
     """
@@ -182,13 +182,13 @@ class Gym:
 class Skyrl:
     """An environment from skyrl-gym (https://github.com/NovaSky-AI/SkyRL), a subclass of its BaseTextEnv.
 
-    As in skyrl-gym's generator, each episode creates a new environment. It gets `env_config` from the settings, and the
-    row's columns except `prompt` and `env_class` as `extras`. If it returns a `postprocessed_action`, that is ignored,
+    As in skyrl-gym's generator, each episode creates a new environment. The environment gets `env_config` from the
+    settings, and the row's columns except `prompt` and `env_class` as `extras`. Its `postprocessed_action` is ignored,
     since sampled tokens are never changed. The numbers in `get_metrics()` become parts of the reward.
     """
 
     def __init__(self, make: Callable[..., Any], settings: dict[str, Any]):
-        """make: constructor of the environment. settings: `env_config`, `max_turns`, and other arguments of `make`."""
+        """Store the constructor `make` and its `settings`: `env_config`, `max_turns`, and other arguments of `make`."""
         self._make, self._settings, self._env = make, settings, None
 
     def reset(self, row: dict, seed: int) -> list[dict]:
@@ -275,7 +275,7 @@ class TextArena:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Let the game draw from its own random state in this context. A process runs one game at a time."""
+        """Let the game draw from its own random state in this context. Games of a process enter it one at a time."""
         with self._one_at_a_time:
             before = random.getstate()
             random.setstate(self._random)

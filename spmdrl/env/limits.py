@@ -10,7 +10,7 @@ from typing import Any
 
 THREADS = 128
 """Maximum number of plain (not async) functions that run at the same time in a process. Additional calls wait in a
-queue, and their time limits start when they leave it."""
+queue, and their time limits start when they leave the queue."""
 GONE_WITHIN = 1.0
 """Maximum number of seconds that a call may keep running after its time limit. If it takes longer, its process must
 exit, since Python cannot kill a thread."""
@@ -20,7 +20,7 @@ class LateError(Exception):
     """A call did not return within its time limit."""
 
     def __init__(self, seconds: float, call: asyncio.Future | None = None):
-        """seconds: the limit. call: the call if it is still running and may change its environment, else None."""
+        """Create the error. seconds: the limit. call: the call if it may still change its environment, else None."""
         super().__init__(f"did not answer within {seconds:g} s")
         self.call = call
 
@@ -29,7 +29,7 @@ class RaisedError(Exception):
     """A call raised an exception."""
 
     def __init__(self, error: BaseException):
-        """error: the exception that the call raised."""
+        """Wrap `error`, the exception that the call raised."""
         super().__init__(repr(error))
         self.error = error
 
@@ -38,7 +38,7 @@ class Limits:
     """Runs calls with time limits, and reports calls that hang."""
 
     def __init__(self, hangs: Callable[[str], None]):
-        """hangs: called with the name of a call that is still running `GONE_WITHIN` seconds after its time limit."""
+        """Store a function `hangs`, which gets the name of a call that runs `GONE_WITHIN` seconds beyond its limit."""
         self._hangs = hangs
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         self._free = asyncio.Semaphore(THREADS)
@@ -111,7 +111,10 @@ def _innermost(function: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return (result, None) or (None, error): futures cannot hold StopIteration, and SystemExit would end the loop."""
+    """Return (result, None) or (None, error).
+
+    Errors are returned because futures cannot hold StopIteration, and SystemExit would end the event loop.
+    """
     try:
         return function(), None
     except BaseException as e:

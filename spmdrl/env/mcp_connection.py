@@ -22,7 +22,7 @@ from spmdrl.config.dump import LEAST, REDACTED, redact, redact_text
 from spmdrl.workers import in_child
 
 SHOWN = 300
-"""Maximum number of characters of a command, or of a server's standard error, shown in messages."""
+"""Maximum number of characters of a command or a server's standard error that messages show."""
 MOST_PAGES = 100
 """Maximum number of pages to read from a server's tool list."""
 T = TypeVar("T")
@@ -33,10 +33,10 @@ class McpError(RuntimeError):
 
 
 class Connection:
-    """A connection to an MCP server. One task of the event loop opens and closes it."""
+    """A connection to an MCP server. The same event-loop task opens and closes the connection."""
 
     def __init__(self, words: list[str], url: str, env: dict[str, str], headers: dict[str, str], only: tuple[str, ...]):
-        """words: the command that starts the server. The other arguments are as in `Mcp`."""
+        """Store the settings. words: the command that starts the server. The other arguments are as in `Mcp`."""
         self.words, self.url, self.env, self.headers, self.only = words, url, env, headers, only
         self.name = redact_text(url) if url else _shown(words)
         self.schemas: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ class Connection:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
     async def enter(self) -> None:
-        """Connect to the server and list its tools. Raises McpError if it lacks one of `only`, or an SDK error."""
+        """Connect to the server and list its tools. Raises McpError if a tool in `only` is missing, or an SDK error."""
         # The SDK requires that the same task opens and closes a connection.
         self.task = asyncio.get_running_loop().create_task(self._live())
         _entered.add(self)
@@ -151,7 +151,7 @@ class Connection:
 
     def last_errors(self) -> str:
         """Return the end of the server's standard error, without secrets."""
-        # Both processes share the position in this file, at which the server writes. `pread` reads without moving it.
+        # The server writes at the file position, which both processes share. `pread` reads without moving the position.
         size = os.fstat(self.errors.fileno()).st_size
         text = os.pread(self.errors.fileno(), 4 * SHOWN, max(0, size - 4 * SHOWN)).decode("utf-8", "replace")
         return redact_text(" ".join(self.without_secrets(text).split()))[-SHOWN:]
@@ -235,7 +235,7 @@ def on_loop(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
     global _loop
     with _loop_lock:
         if _loop is None:
-            # The SDK logs addresses and messages of servers, which may be secret. Its errors are raised as exceptions.
+            # The SDK logs servers' addresses and messages, which may be secret. Errors are still raised as exceptions.
             for name in ("mcp", "httpx2"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
             _loop = asyncio.new_event_loop()

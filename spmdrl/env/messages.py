@@ -51,7 +51,7 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
 
 
 def _wrong(message: dict[str, Any]) -> str:
-    """Return what is wrong with a message's keys other than role and content, or "" if nothing is."""
+    """Return an error text if keys of a message other than role and content have invalid values, otherwise ""."""
     for key in TEXTS:
         if not isinstance(message.get(key, ""), str | None):
             return f"whose {key} is not text: {str(message[key])[:100]!r}"
@@ -100,8 +100,8 @@ def prompt_of(row: dict) -> list[dict]:
 def opening(row: dict, text: str) -> list[dict]:
     """Return the row's prompt, followed by the first observation `text`.
 
-    The observation is appended to the last prompt message if that is a user message with text, and is a separate
-    message otherwise.
+    The observation is appended to the last prompt message if that message is a user message with text. Otherwise it
+    becomes a separate message.
     """
     messages = prompt_of(row)
     if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
@@ -113,7 +113,7 @@ def opening(row: dict, text: str) -> list[dict]:
 def seed_of(row: dict, seed: int) -> int:
     """Return an episode's seed, below 2^31: the row's `seed` column if present, otherwise the sample's own seed.
 
-    With that column, all samples of a prompt start in the same state, as they share the row. seed: the sample's seed.
+    All samples of a prompt share the row, so with that column they start in the same state. seed: the sample's seed.
     """
     own = row.get("seed")
     if own is None:

@@ -1,6 +1,6 @@
 """Makes tools with OpenAI function schemas from typed functions.
 
-A schema equals the one from transformers' `get_json_schema`, minus the return type, which calls do not need.
+A schema equals the result of transformers' `get_json_schema`, minus the return type, which calls do not need.
 `get_json_schema` itself is not used, because transformers would import torch, which workers do not load.
 """
 
@@ -60,8 +60,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """Return a tool that calls a typed function.
 
     Raises:
-        ValueError: the function has no docstring, or it has a positional-only argument, or one whose type is missing or
-            cannot be expressed in JSON.
+        ValueError: the function has no docstring, or one of its arguments is positional-only, has no type, or has a
+            type that JSON cannot express.
     """
     name = getattr(function, "__name__", type(function).__name__)
     doc = inspect.getdoc(function) if hasattr(function, "__name__") else None
@@ -124,7 +124,7 @@ def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..
 
 
 def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
-    """Return tools by name. Raises ValueError, which names `owner` as their origin, if two have the same name."""
+    """Return tools by name. Raises ValueError if two have the same name. owner: the tools' origin, for the error."""
     table: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in table:
@@ -134,9 +134,9 @@ def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
 
 
 def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
-    """Return a tool's schema in OpenAI's format, from a schema in that format or only its inner object `function`.
+    """Return a tool's schema in OpenAI's format, from that format or only its inner object `function`.
 
-    Raises ValueError if the schema has neither form. owner: the tool's origin, for the error message.
+    Raises ValueError if the schema has neither format. owner: the tool's origin, for the error message.
     """
     bare = schema.get("function", schema) if isinstance(schema, Mapping) else None
     if not isinstance(bare, Mapping) or not isinstance(bare.get("name"), str) or not bare["name"]:
@@ -150,7 +150,7 @@ def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
 
 
 def _typed(hint: Any, what: str) -> dict[str, Any]:
-    """Return the JSON schema of the type hint of the argument `what`. Raises ValueError if the hint has no schema."""
+    """Return a type hint's JSON schema. Raises ValueError if it has none. what: the argument, for the error message."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
@@ -186,7 +186,7 @@ def _typed(hint: Any, what: str) -> dict[str, Any]:
 
 
 def _descriptions(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the descriptions of a function and of its arguments by name, from a dedented docstring.
+    """Return a function's description and a dict of its arguments' descriptions, from a dedented docstring.
 
     The docstring follows Google's style: https://google.github.io/styleguide/pyguide.html, section 3.8.
     """

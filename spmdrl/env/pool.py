@@ -15,7 +15,7 @@ from spmdrl.env.records import Host, Hosts, PoolError, Record
 from spmdrl.workers.processes import START_SECONDS
 
 DEATHS = 2
-"""Number of process deaths during one request after which the environment is considered the cause."""
+"""If a request's process dies this many times, the environment is considered the cause."""
 log = logging.getLogger("spmdrl")
 
 
@@ -28,8 +28,8 @@ class Pool:
 
     When a call exceeds its time limit and cannot be cancelled, its environment is reopened, by `restore` or by
     replaying its turns, and the current turn is rerun without the call. If the call is still running a second later,
-    its process takes no new requests and exits after its current ones. When a process dies or hangs, the requests that
-    may have caused this are rerun one at a time to find the culprit.
+    its process finishes its current requests, takes no new ones, and exits. When a process dies or hangs, the requests
+    that may have caused this are rerun one at a time to find the culprit.
     """
 
     def __init__(self, workers: int, settings: PoolSettings | None = None):
@@ -40,7 +40,7 @@ class Pool:
         """Tool names of each environment that `check` loaded, excluding tools that are added in `reset`."""
         self._next = 0
         self._records: dict[Hashable, Record] = {}  # records of the open environments, by the caller's key
-        self._under_way: dict[int, Record] = {}  # records with an unanswered request, by its number
+        self._under_way: dict[int, Record] = {}  # records with an unanswered request, by request number
         self._suspects: deque[Record] = deque()  # records whose process died or hung; they wait to run one by one
         self._suspect: Record | None = None  # the suspect whose request is running
         self._done: list[tuple[Any, Reply]] = []
@@ -55,7 +55,7 @@ class Pool:
         return len(self._under_way) + len(self._done)
 
     def check(self, name: str, settings: dict[str, Any] | None = None) -> str:
-        """Make an environment once, as a check; return a description of it for the log.
+        """Make an environment once to check that it works. Return a description of the environment for the log.
 
         Raises:
             ValueError: no environment has this name, or it cannot be created with these settings.
@@ -81,7 +81,7 @@ class Pool:
         self._request(record, "open")
 
     def say(self, key: Hashable, turn: AssistantTurn) -> None:
-        """Run an assistant turn: make its calls, in parallel if the environment allows that, then call `step`.
+        """Run an assistant turn: first make its calls, in parallel if the environment allows it, and then call `step`.
 
         Sets `late` in the calls of `turn` that exceed their time limit, so that a replay does not repeat them.
         """
@@ -234,7 +234,10 @@ class Pool:
             self._run(record, aside)
 
     def on_exit(self, process: Host, how: str) -> None:
-        """Replace a process that exited on its own. Rerun its open requests, one at a time unless a call hung in it."""
+        """Replace a process that exited on its own, and rerun its open requests.
+
+        The requests are rerun one at a time, unless a call hung in the process.
+        """
         under_way = self._replace(process)
         if not process.ready and not under_way:
             raise PoolError(f"a process that runs environments ended {how} before it was ready: see its output above")
@@ -272,7 +275,7 @@ class Pool:
         self._end(record)
 
     def _retire(self, process: Host, what: str) -> None:
-        """Send no more requests to a process in which a call hangs; it exits after its current requests."""
+        """Send no more requests to a process in which a call hangs. The process exits after its current requests."""
         if not process.hung:
             log.warning("a process that runs environments is replaced: %s still runs after its time limit", what)
             self._processes.retire(process)

@@ -12,7 +12,7 @@ from spmdrl_sandbox.warm import Warm
 
 
 class Sandboxes:
-    """Keeps this process's idle sandboxes for later programs, by provider. Thread-safe."""
+    """Keeps this process's idle sandboxes for later programs, by provider. The class is thread-safe."""
 
     def __init__(self) -> None:
         self.idle: dict[str, list[Warm]] = {}

@@ -1,4 +1,4 @@
-"""Caller-side records from which environments can be reopened, and the processes that run them."""
+"""The caller's records of open environments, and the processes that run these environments."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -27,7 +27,7 @@ class Host(Process):
 
 
 class Hosts(Processes[Host]):
-    """A fixed number of environment processes, plus retired ones.
+    """A fixed number of environment processes, plus retired processes.
 
     A retired process takes no new requests, and is killed when it has no environments left.
     """
@@ -39,7 +39,7 @@ class Hosts(Processes[Host]):
         super().__init__(count, Host, "spmdrl.env.worker", asdict(settings), listener, GRACE, fixed, settings.python)
 
     def enter(self, process: Host | None) -> Host:
-        """Assign an environment to `process`, by default the one with the fewest environments; return the process."""
+        """Assign an environment to a process, by default the one with the fewest environments. Return the process."""
         process = process or min((each for each in self.all if not each.retired), key=lambda each: each.holds)
         process.holds += 1
         return process
@@ -51,7 +51,7 @@ class Hosts(Processes[Host]):
             self.replace(process)
 
     def retire(self, process: Host) -> None:
-        """Replace a process in which a call hangs. The old one is killed when it has no more environments."""
+        """Replace a process in which a call hangs. The old process is killed when it has no more environments."""
         if not process.retired:
             self.all[self.all.index(process)] = self._spawn()
             self.all.append(process)
@@ -60,7 +60,7 @@ class Hosts(Processes[Host]):
             self.replace(process)
 
     def aside(self) -> Host:
-        """Start an additional process that is retired at once, so that it takes no new requests; return it."""
+        """Start and return an additional process that is already retired, so that it takes no new requests."""
         process = self._spawn()
         process.retired = True
         self.all.append(process)
@@ -77,7 +77,7 @@ class Record:
     worker: Host | None = None
     """The process in which the environment is open, or None if the next request must open it."""
     state: Any = None
-    """The last state that the environment saved, a JSON value, or None if it has not saved any."""
+    """The environment's last saved state as a JSON value, or None if no state was saved."""
     turns: list[AssistantTurn] = field(default_factory=list)
     """The turns after `state` was saved, or after the reset if `state` is None."""
     digests: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Record:
         return max((end for _, end, _ in self.begun), default=float("inf"))
 
     def note_call(self, message: dict[str, Any]) -> None:
-        """Add a call to `begun`, from the message with which a process announced it."""
+        """Add a call to `begun`. message: the message in which a process announced the call."""
         # Functions that are not tools have returned by the time a tool is called.
         if message["alone"] or (self.begun and self.begun[-1][2] < 0):
             self.begun.clear()
@@ -129,7 +129,7 @@ class Record:
         return message
 
     def take_reply(self, reply: dict[str, Any]) -> None:
-        """Remove from a reply the fields that are needed only to reopen the environment, and record them."""
+        """Move the fields that are needed only to reopen the environment from a reply into this record."""
         answer, late = reply.pop("digest", ""), reply.pop("late", [])
         if late:
             self.mark_late(late)

@@ -1,6 +1,6 @@
 """A search tool over a local corpus or a search server.
 
-A local corpus is searched by BM25. The index is built by bm25s (Lù 2024, https://arxiv.org/abs/2407.03618) once and
+A local corpus is searched with BM25. Its index is built once, by bm25s (Lù 2024, https://arxiv.org/abs/2407.03618), and
 saved in a folder.
 """
 
@@ -40,10 +40,10 @@ class Passage:
 
 
 class Corpus:
-    """The passages of a file, with a word index. Thread-safe."""
+    """The passages of a file, with a word index. The class is thread-safe."""
 
     def __init__(self, path: Path, folder: Path):
-        """Open a file as described in `open_corpus`. folder: where the index is stored; it is built if missing."""
+        """Open a file as described in `open_corpus`. folder: folder of the index, which is built if it is missing."""
         try:
             import bm25s
         except ImportError:
@@ -90,7 +90,7 @@ class Corpus:
         return found
 
     def search(self, query: str, most: int) -> list[Passage]:
-        """Return up to `most` passages that share words with a query, best first, with ties ordered by number."""
+        """Return up to `most` passages that share words with a query, best first. Ties are sorted by passage number."""
         import numpy as np
 
         words = self.bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)[0]

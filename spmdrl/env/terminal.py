@@ -17,7 +17,7 @@ You are the assistant. Write a text, or a call of a tool: name(key=value), or as
 A line that ends with \\ continues in the next line. /quit ends the episode."""
 Write = Callable[[str], None]
 Generate = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
-"""(messages, tools) -> text of the assistant's next turn, with special tokens but without the token that ends it."""
+"""(messages, tools) -> text of the assistant's next turn, with special tokens but without the end-of-turn token."""
 
 
 @dataclass(frozen=True)

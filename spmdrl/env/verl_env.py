@@ -2,13 +2,13 @@
 (https://verl.readthedocs.io/en/latest/sglang_multiturn/multiturn.html and interaction_system.html).
 
 A tool lives as long as its episode, as in the older of verl's two rollout loops, which uses all four keys of
-`tools_kwargs`. `create` runs at the first call, or at the start if the row names the tool; `execute` runs for each
-call; at the end `calc_reward` runs, then `release`. (verl's agent loop creates and releases a tool around each call,
-and never calls `calc_reward`.) `create` gets its keyword arguments both by name and in the dict `create_kwargs`, since
-some tools read the names and others the dict. An interaction answers each assistant message that calls no tool.
+`tools_kwargs`. `create` runs at the first call, or at the start if the row names the tool. `execute` runs for each
+call. At the end, `calc_reward` runs and then `release`. (verl's agent loop creates and releases a tool around each
+call, and never calls `calc_reward`.) `create` gets its keyword arguments both by name and in the dict `create_kwargs`,
+since some tools read the names and others the dict. An interaction answers each assistant message that calls no tool.
 
-verl passes the rewards of tools and the scores of interactions to the reward function. This module uses them as rewards
-of the turns that produced them, and the sum of `calc_reward` as the final reward. With `count_rewards: false`,
+verl passes tool rewards and interaction scores to the reward function. This module counts each of them as a reward of
+the turn that produced it, and the sum of all `calc_reward` results as the final reward. With `count_rewards: false`,
 none of these numbers counts as a reward: the final score is 0, and `calc_reward` only supplies parts of the reward.
 """
 
@@ -27,10 +27,10 @@ from spmdrl.env.messages import prompt_of
 
 KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 OLD_NAME = "gsm8k"
-"""Default interaction for rows that name none, as in older versions of verl."""
+"""Interaction for rows that name none if the YAML file has several, as in older versions of verl."""
 
 _OPEN: dict[str, asyncio.Event] = {}
-"""An event for each episode open in this process, by episode id; it is set when the episode is closed."""
+"""Events of the episodes that are open in this process, by episode id. Closing an episode sets its event."""
 _UNNAMED = itertools.count()
 """Numbers that stand in for the names of unnamed episodes."""
 
@@ -96,7 +96,7 @@ class VerlTools:
         return list(self._agent.messages) if answers else None
 
     async def _take_id(self, seed: int) -> None:
-        """Set the id of the episode. It stays the same when the episode is reopened, since tools may print it.
+        """Set the episode's id, which stays the same when the episode is reopened, since tools may print it.
 
         The shared tools distinguish episodes by this id, so an earlier opening of the episode must be closed first.
         """

@@ -35,7 +35,7 @@ METHODS = {"tools": ("create", "execute", "calc_reward", "release"), "interactio
 
 
 def is_verl_yaml(path: str) -> bool:
-    """Return whether a file is a YAML of verl's tools or interactions."""
+    """Return whether a file is a YAML file of verl's tools or interactions."""
     file = Path(path).expanduser()
     if file.suffix not in SUFFIXES or not file.is_file():
         return False
@@ -46,7 +46,7 @@ def is_verl_yaml(path: str) -> bool:
 
 
 def is_mine(target: object, name: str) -> bool:
-    """Return whether the class `target` has verl's methods; if it is None, whether `name` is a YAML file of verl."""
+    """Return whether `target` is a class with verl's methods or, if it is None, `name` is a YAML file of verl."""
     if target is None:
         return is_verl_yaml(name)
     return isinstance(target, type) and _kind(target) != ""
@@ -55,7 +55,7 @@ def is_mine(target: object, name: str) -> bool:
 def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
     """Make an environment from the path of a YAML file, or from a class like verl's BaseTool or BaseInteraction.
 
-    settings: as in `load_yaml`. A class also takes `config`, and `tool_schema` unless it defines a schema.
+    settings: as in `load_yaml`. For a class, they also include `config`, and `tool_schema` if it defines no schema.
 
     Raises:
         ValueError: the file or the class cannot be used.
@@ -165,15 +165,15 @@ def _class(name: str, where: str) -> type:
 
 
 def _kind(target: type) -> str:
-    """Return the key of `METHODS` whose methods a class has, or ""."""
+    """Return the key of `METHODS` whose methods a class has, or "" if there is none."""
     return next((key for key, names in METHODS.items() if all(callable(getattr(target, n, None)) for n in names)), "")
 
 
 def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
     """Create a tool or an interaction as in verl, from its config and its schema or name, and add it to `parts`.
 
-    key: the list in the file, `tools` or `interaction`. entry: an item of that list. where: its location, for error
-    messages.
+    key: the list in the file, `tools` or `interaction`. entry: an item of that list. where: the item's location, for
+    error messages.
     """
     what = {"tools": "tool", "interaction": "interaction"}[key]
     if lacking := [name for name in METHODS[key] if not callable(getattr(kind, name, None))]:
@@ -206,7 +206,7 @@ def _add(parts: Parts, key: str, kind: type, entry: dict, where: str) -> None:
 
 
 def modules() -> dict[str, dict[str, Any]]:
-    """Return the stand-ins that files import if verl is not installed: module -> name -> object.
+    """Return the stand-ins that files import if verl is not installed, as a dict: module -> name -> object.
 
     Raises:
         ValueError: pydantic is not installed.

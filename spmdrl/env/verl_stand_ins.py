@@ -106,7 +106,7 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """Return the tool's schema, for a YAML file without one, or None if there is none."""
+        """Return the tool's own schema, which is used if the YAML file has none, or None."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:

@@ -51,16 +51,16 @@ ALIVE_EVERY = 0.4
 CLOSES_WITHIN = 1.5
 """Time limit in seconds for open environments to clean up when the process exits."""
 EXITS_WITHIN = 0.3
-"""Time limit in seconds for the functions that sandboxes, MCP servers and user code registered with `atexit`."""
+"""Time limit in seconds for the `atexit` functions of sandboxes, MCP connections and user code."""
 STACK_MB = 8
 """MiB added to the memory limit for each thread, because the limit also counts thread stacks."""
 
 
 class Worker:
-    """Runs the requests of different environments in parallel, and those of one environment one after another."""
+    """Runs requests of different environments in parallel, and requests of the same environment one after another."""
 
     def __init__(self, settings: PoolSettings, answers: int):
-        """answers: file descriptor of the pipe to the parent."""
+        """Start a thread that writes to the parent. answers: file descriptor of the pipe to the parent."""
         self.settings = settings
         self.limits = Limits(self._on_hang)
         self._instances: dict[int, EnvInstance] = {}
@@ -147,7 +147,7 @@ class Worker:
             self._track(asyncio.ensure_future(_give_up(self._instances.pop(message["env"]), e.calls)))
         except asyncio.CancelledError:
             return  # the environment was closed while this request was running
-        except Exception as e:  # even after a bug in this module the caller must get an answer
+        except Exception as e:  # the caller must get an answer even if this module has a bug
             reply = {"failure": f"failed: {error_text(e)} ({place(e)})"}
         self.send({"id": message["id"], **reply})
 
@@ -205,7 +205,7 @@ class Worker:
             await _give_up(instance, [])
 
     async def close_all(self) -> None:
-        """Close all environments; wait at most `CLOSES_WITHIN` seconds until they are closed."""
+        """Close all environments, and wait at most `CLOSES_WITHIN` seconds for them to close."""
         closing = [asyncio.ensure_future(self._close(env)) for env in list(self._instances)]
         if closing:
             await asyncio.wait(closing, timeout=CLOSES_WITHIN)
@@ -216,7 +216,7 @@ _RUNNING: set[asyncio.Task] = set()
 
 
 async def _give_up(instance: EnvInstance, calls: list[asyncio.Future]) -> None:
-    """Wait until `calls`, a dropped environment's calls that are still running, have ended, and then close it."""
+    """Wait for `calls`, the calls that still run in a dropped environment, and then close the environment."""
     instance.begins = lambda *_, **__: None
     if calls:
         await asyncio.wait(calls)

@@ -31,7 +31,7 @@ class Child:
     selector: selectors.BaseSelector
     """Selector that watches the pipes; the `data` of each pipe's key is the child."""
     spawned: float
-    """Time (time.monotonic()) at which the process was started, or last began or finished loading a file."""
+    """Time (time.monotonic()) when the process was started, or when it last began or finished loading a file."""
     ready: bool = False
     """True if the process has started and is not loading a file."""
     to_send: bytearray = field(default_factory=bytearray)
@@ -87,7 +87,7 @@ class Child:
             self.stdin.close()
 
     def await_end(self, within: float) -> None:
-        """Wait up to `within` seconds for the process to exit. It is not reaped, so its pid stays valid for `kill`."""
+        """Wait up to `within` seconds for the process to exit, but do not reap it, so that its pid stays valid."""
         until = time.monotonic() + within
         while self.process.returncode is None and time.monotonic() < until:
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
@@ -124,7 +124,7 @@ def spawn(
     """Start `python -m module <pid of this process>`, send it `hello` as one line of JSON, and return the child.
 
     kind: class of the returned child. selector: selector that will watch the child's pipes. variables: additional
-    environment variables. python: Python interpreter for the child, or empty for this process's.
+    environment variables. python: Python interpreter for the child, or "" for the interpreter of this process.
     """
     process = subprocess.Popen(
         [python or sys.executable, "-m", module, str(os.getpid())],
@@ -144,7 +144,7 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return a child's environment: this process's without the rank variables, limited to one thread and no GPU."""
+    """Return a child's environment variables: those of this process without ranks, set to one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }

@@ -27,10 +27,10 @@ class Process(Child):
     """A child process that belongs to a pool."""
 
     retired: bool = False
-    """True if the process finishes its current requests, exits, and is not replaced."""
+    """True if the process will exit after its current requests without being replaced."""
     silent: float | None = None
-    """Time (time.monotonic()) at which a check found that the process had missed a deadline, or None if it has missed
-    none since its last line."""
+    """Time (time.monotonic()) of the check that found a missed deadline, or None if the process has missed no deadline
+    since its last line."""
 
 
 P = TypeVar("P", bound=Process)
@@ -73,8 +73,8 @@ class Processes(Generic[P]):
         """Start the processes without waiting for them.
 
         kind, module, hello, variables, python: see `spawn`. grace: seconds that a process may stay silent after its
-        deadline, counted from the first check after the deadline, since a caller that has not called `turn` for a long
-        time might have unread responses.
+        deadline. They count from the first check after the deadline, because responses may be unread if the caller has
+        not called `turn` for a long time.
         """
         self._listener, self._grace = listener, grace
         self._selector = selectors.DefaultSelector()
@@ -117,7 +117,7 @@ class Processes(Generic[P]):
                     self._listener.on_timeout(process)
 
     def _due(self, process: P) -> float:
-        """Return the time at which the next deadline of a process must be checked."""
+        """Return the time (time.monotonic()) of the next deadline check for a process."""
         if process.silent is not None:
             return process.silent + self._grace
         return self._listener.deadline(process) if process.ready else process.spawned + START_SECONDS
@@ -139,7 +139,7 @@ class Processes(Generic[P]):
             self._listener.on_exit(process, process.end())
 
     def shutdown(self) -> None:
-        """Shut down the processes. Started ones get up to `LEAVES_WITHIN` seconds to exit. Safe to call twice."""
+        """Shut down the processes. If started, they get up to `LEAVES_WITHIN` seconds to exit. Safe to call twice."""
         for process in self.all:
             process.hang_up()
         until = time.monotonic() + LEAVES_WITHIN
