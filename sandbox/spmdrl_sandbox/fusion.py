@@ -1,9 +1,9 @@
 """Client of a SandboxFusion service (https://github.com/bytedance/SandboxFusion), which runs programs.
 
-Programs are sent by POST to URL/run_code. How well they are isolated depends on the configuration of the service. Of
-all limits, the service enforces only those of time and memory. If all tries end with an invalid answer or no answer, or
-the service refuses the program, the verdict is `failure`, which does not count as an error of the program. The module
-needs only the standard library.
+Programs are sent by POST to URL/run_code. The service's configuration determines how well they are isolated. The
+service enforces only the time and memory limits. The verdict is `failure` if no try gets a valid answer, or if the
+service refuses the program. A `failure` does not count as an error of the program. The module needs only the standard
+library.
 """
 
 import base64
@@ -39,7 +39,7 @@ class ServiceError(Exception):
 
 
 class Fusion:
-    """A service with the interface of `Warm`, but without sessions. May be called from any thread."""
+    """A service with the interface of `Warm`, but without sessions. Its methods may be called from any thread."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Fusion:
 
 
 def request_of(program: Program, limits: Limits, language: str) -> dict[str, Any]:
-    """Return the request that has the service run a program, as an object for JSON."""
+    """Return the JSON object that asks the service to run a program."""
     data = {name: text.encode(errors="surrogatepass") for name, text in program.files.items()}
     return {
         "code": program.source,
@@ -153,7 +153,7 @@ def request_of(program: Program, limits: Limits, language: str) -> dict[str, Any
 
 
 def outcome_of(answer: Any, limits: Limits) -> Outcome:
-    """Return the outcome of a program that the service's answer contains.
+    """Return the program's outcome that the service's answer reports.
 
     Raises:
         ServiceError: the service failed, or its answer is invalid.
@@ -187,14 +187,14 @@ def outcome_of(answer: Any, limits: Limits) -> Outcome:
 
 
 def _cut(text: Any, limits: Limits) -> str:
-    """Return a program's output in an answer, cut to `output_kib`; empty for None. Raises TypeError for other types."""
+    """Return a program's output, cut to `output_kib`. None becomes an empty text; other types raise TypeError."""
     if text is not None and not isinstance(text, str):
         raise TypeError("text")
     return (text or "").encode(errors="replace")[: limits.output_kib << 10].decode(errors="replace")
 
 
 def _after(headers: Message) -> float:
-    """Return the seconds to wait in the header `Retry-After`; 0 if it is missing or not a number."""
+    """Return the seconds to wait from the header `Retry-After`, or 0 if the header is missing or not a number."""
     try:
         return max(0.0, float(headers.get("Retry-After", "")))
     except ValueError:

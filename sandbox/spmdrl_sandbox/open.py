@@ -1,4 +1,4 @@
-"""Opens a sandbox that works on this machine, and first checks with a small program that it isolates programs."""
+"""Opens a sandbox that works on this machine, and checks with a small program that the sandbox isolates programs."""
 
 import os
 import secrets
@@ -78,7 +78,7 @@ def open_for(provider: str) -> Warm:
 
 
 def plain() -> Start:
-    """Return the command that starts a zygote without a sandbox, with only the limits of single processes."""
+    """Return the command that starts a zygote without a sandbox, with only per-process limits."""
     words = ["env", f"PYTHONPATH={HERE.parent}", sys.executable, *FLAGS, "-m", ZYGOTE, "plain", "0"]
     return Start(words, "none (no sandbox, only limits of single processes)")
 
@@ -90,7 +90,7 @@ PROVIDERS: dict[str, Callable[[str], Start]] = {
     "docker": containers.docker,
     "none": lambda _: plain(),
 }
-"""Functions by the name of a sandbox. Each takes a container image and returns the command that starts the sandbox."""
+"""Functions by sandbox name. Each takes a container image and returns the command that starts the sandbox."""
 AUTO = ("bubblewrap", "sandlock")
 """Names of the sandboxes that `auto` tries, in this order."""
 
@@ -113,7 +113,7 @@ def _opened(start: Start) -> Warm:
 
 
 def probe(warm: Warm) -> str:
-    """Run the probe in a sandbox; return what it could reach or how it failed, empty if it ran and reached nothing."""
+    """Run the probe in a sandbox. Return an error text if it failed or reached anything, otherwise an empty text."""
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.create_server(("127.0.0.1", 0)) as server,

@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 FLAGS = ["-P", "-s", "-B"]
-"""Flags of Python: no folder of the caller or user in `sys.path`, and no bytecode written."""
+"""Python flags that keep the folders of the caller and user out of `sys.path`, and prevent writing bytecode."""
 BARE = ["-S", *FLAGS]
 """FLAGS, and a flag that prevents the import of `site`, which `inside/modules.py` replaces in part."""
 

@@ -1,7 +1,7 @@
-"""A sandbox by sandlock (https://github.com/multikernel/sandlock): Landlock, seccomp and limits, without namespaces.
+"""A sandlock sandbox (https://github.com/multikernel/sandlock), which uses Landlock, seccomp and limits.
 
-It is meant for machines on which users cannot create user namespaces. It isolates less than bubblewrap;
-docs/sandbox.md lists the differences.
+It works without namespaces, and is meant for machines where users cannot create user namespaces. It isolates less than
+bubblewrap; docs/sandbox.md lists the differences.
 """
 
 import ctypes
@@ -41,13 +41,16 @@ def start() -> Start:
 
 
 def find() -> tuple[str, str] | None:
-    """Return version and folder of the package `sandlock`, without importing it; None if it is not installed."""
+    """Return the version and folder of the package `sandlock` without importing it, or None if it is not installed."""
     spec = find_spec("sandlock")
     return (version("sandlock"), str(Path(spec.origin).parents[1])) if spec and spec.origin else None
 
 
 def landlock() -> int:
-    """Return the version of this kernel's Landlock (https://docs.kernel.org/userspace-api/landlock.html), else 0."""
+    """Return the kernel's Landlock version, or 0 if it has no Landlock.
+
+    Source: https://docs.kernel.org/userspace-api/landlock.html
+    """
     return max(0, ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION))
 
 

@@ -22,7 +22,7 @@ class Channel:
         """Start a program. limits: limits of its complete run."""
         self.warm, self.buffer = warm, bytearray()
         self.outcome: Outcome | None = None
-        """Outcome of the program; None while it runs."""
+        """Outcome of the program, or None while it runs."""
         self.until = time.monotonic() + limits.seconds
         warm.send(task_of(program, limits) | {"session": {}})
 
@@ -36,7 +36,7 @@ class Channel:
                 self._ended(error)
 
     def receive(self, seconds: float) -> bytes | None:
-        """Return the next line; None if none arrives within `seconds` or the program has ended (see `outcome`)."""
+        """Return the next line, or None if none arrives within `seconds` or the program has ended (see `outcome`)."""
         until = min(time.monotonic() + seconds, self.until + GRACE)
         while self.outcome is None and b"\n" not in self.buffer:
             try:
@@ -57,7 +57,7 @@ class Channel:
         return bytes(line)
 
     def _ended(self, error: SandboxError) -> None:
-        """Handle the end of the sandbox: set the outcome if it was only for this program, else raise the error."""
+        """Handle the sandbox's end. Set the outcome if the sandbox served only this program, else raise `error`."""
         if not self.warm.once:
             raise error
         self.outcome = Outcome("error", why=str(error))
@@ -112,7 +112,7 @@ class Session:
         return self.channel.close()
 
     def ask(self, message: dict[str, Any], seconds: float) -> "Answer":
-        """Send a message and return its answer. If it takes longer than `seconds`, the session is closed."""
+        """Send a message and return its answer. If the answer takes longer than `seconds`, the session is closed."""
         self.channel.send(message)
         line = self.channel.receive(seconds)
         if line is not None:
@@ -140,7 +140,7 @@ class Answer:
 
 
 def answer_of(line: bytes) -> Answer:
-    """Parse an answer. An invalid one becomes an error, because the untrusted program can write to the pipe."""
+    """Parse an answer. An invalid answer becomes an error, because the untrusted program can write to the pipe."""
     try:
         message = json.loads(line)
         printed = str(message.get("printed", ""))

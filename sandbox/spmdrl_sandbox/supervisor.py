@@ -1,10 +1,10 @@
-"""Runs programs one after another, each in a sandbox by sandlock (https://github.com/multikernel/sandlock).
+"""Runs programs one after another, each in its own sandlock sandbox (https://github.com/multikernel/sandlock).
 
 `python -m spmdrl_sandbox.supervisor` exchanges the same messages as the zygote (inside/zygote.py) on stdin and stdout.
 It runs outside the sandbox, where sandlock handles system calls of programs and a watcher checks their limits. Each
-program has a sandbox with a separate folder, since Landlock does not isolate two programs of the same sandbox. The next
-sandbox is started ahead of time. Without process namespaces, the end of a program does not kill all of its
-processes. So this process adopts the processes that programs leave behind, and kills them.
+program has a sandbox with a separate folder, since Landlock does not isolate two programs in the same sandbox. The next
+sandbox is started ahead of time. Without process namespaces, the end of a program does not kill all of its processes.
+Therefore, this process adopts the processes that programs leave behind, and kills them.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ class Outside(Watch):
     def __init__(self, held: Held, task: dict, talk: Talk):
         """Start to watch a program. held: the process that became the program. task: the program's task."""
         reports, self.report = os.pipe()
-        # The pipes belong to this object from here on, and it closes them.
+        # This object takes over the pipes and will close them.
         (inputs, outputs, errors), held.ends = held.ends, []
         super().__init__(held.pid, reports, inputs, outputs, errors, task, False, talk)
         self.held, self.own = held, memory_of(str(held.pid))

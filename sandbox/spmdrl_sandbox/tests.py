@@ -1,7 +1,8 @@
-"""Runs tests on a program that cannot see them: they run in a separate sandbox, and the caller forwards their calls.
+"""Runs tests on a program that cannot see the tests.
 
-The program receives the arguments of calls and returns plain data. It does not run in the same process as the tests,
-so it can neither read the expected results, nor change `assert` or `==`, nor end the tests with exit code 0.
+The tests run in a separate sandbox, and the caller forwards their calls. The program receives the arguments of calls
+and returns plain data. It does not run in the same process as the tests, so it can neither read the expected results,
+nor change `assert` or `==`, nor end the tests with exit code 0.
 """
 
 import json
@@ -33,13 +34,13 @@ class Report:
     failures: tuple[str | None, ...]
     """For each test, the reason why it failed, or None if it passed."""
     verdict: Verdict
-    """`ok` if the program was loaded and answered all calls, else how it ended. `failure` if the process of the tests
-    ended without a report or sent an invalid message."""
+    """Verdict of the program: `ok` if it was loaded and answered all calls, otherwise how it ended. It is `failure` if
+    the test process ended without a report or sent an invalid message."""
     why: str = ""
 
     @property
     def share(self) -> float:
-        """Share of the tests that passed."""
+        """Fraction of the tests that passed."""
         return sum(each is None for each in self.failures) / max(1, len(self.failures))
 
 
@@ -64,7 +65,7 @@ def run_tests(source: str, suite: Suite, program: Warm, judge: Warm, limits: Lim
             why = f"{loaded.error}: {loaded.why}" if loaded.error else loaded.why
             return Report(tuple(why for _ in suite.tests), loaded.verdict, why)
         names = [name for name in loaded.value if isinstance(name, str)] if isinstance(loaded.value, list) else []
-        # The process of the tests has higher limits, because it stores the program's answers and sends them again.
+        # The test process has higher limits, because it stores the program's answers and sends them again.
         wider = replace(limits, memory_mib=2 * limits.memory_mib, output_kib=16 * limits.output_kib)
         return _judged(suite, names, session, Channel(judge, _program(), wider), until)
     finally:

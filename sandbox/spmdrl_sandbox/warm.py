@@ -1,4 +1,4 @@
-"""A sandbox that stays open, as seen from outside: its zygote process starts programs and exchanges lines of JSON."""
+"""The caller's side of a sandbox that stays open. Its zygote process starts programs and exchanges lines of JSON."""
 
 import base64
 import contextlib
@@ -35,8 +35,8 @@ class Warm:
     def __init__(self, command: list[str], name: str = "", once: bool = False):
         """Start the sandbox.
 
-        command: words that start the zygote. name: name of the sandbox for logs. once: start a new zygote for each
-        program.
+        command: words of the command that starts the zygote. name: name of the sandbox for logs. once: True to start a
+        new zygote for each program.
 
         Raises:
             SandboxError: the sandbox does not start.
@@ -108,7 +108,7 @@ class Warm:
 
     def _end_process(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
-            # Closing fails if the sandbox has ended before it read all messages; those are dropped.
+            # Closing fails if the sandbox ended before it read all messages. The unread messages are dropped.
             with contextlib.suppress(BrokenPipeError):
                 cast(IO[bytes], pipe).close()
         if self.process.returncode is None:
@@ -137,7 +137,7 @@ class Warm:
         pipes = [cast(IO[bytes], pipe).fileno() for pipe in (self.process.stdin, self.process.stdout)]
         until = time.monotonic() + SEND_SECONDS
         while data:
-            # Read while sending, because the zygote may be blocked in a write and cannot read until it is done.
+            # Read while sending, because the zygote may be blocked in a write and cannot read until the write is done.
             readable, writable, _ = select.select([pipes[1]], [pipes[0]], [], max(0.0, until - time.monotonic()))
             if readable:
                 self._read(pipes[1])
@@ -157,7 +157,7 @@ class Warm:
         return message
 
     def receive(self, until: float) -> dict[str, Any] | None:
-        """Return the next message; None if none arrives before the time `until` (time.monotonic()).
+        """Return the next message, or None if none arrives before the time `until` (time.monotonic()).
 
         Raises:
             SandboxError: the sandbox has ended, or sent an invalid message.
@@ -195,14 +195,14 @@ class Warm:
 
 
 def task_of(program: Program, limits: Limits) -> dict[str, Any]:
-    """Return the message that has the zygote run a program."""
+    """Return the message that asks the zygote to run a program."""
     what: dict[str, Any] = {"argv": list(program.argv)} if program.argv else {"source": program.source}
     stdin = base64.b64encode(program.stdin.encode(errors="surrogatepass")).decode()
     return what | {"stdin": stdin, "files": program.files, "limits": asdict(limits)}
 
 
 def outcome_of(message: dict[str, Any]) -> Outcome:
-    """Return the outcome of a program that a message of the zygote contains."""
+    """Return the program's outcome that a message of the zygote reports."""
     stdout, stderr = (
         base64.b64decode(message.get(name, "")).decode("utf-8", errors="replace") for name in ("stdout", "stderr")
     )

@@ -5,7 +5,7 @@ alone.py      a process that becomes one program, in a sandbox for this program 
 processes.py  starts the processes of one program
 modules.py    imports common modules before programs start
 isolate.py    sets namespaces, limits and privileges of a program
-filter.py     forbids system calls by a seccomp filter
+filter.py     forbids system calls with a seccomp filter
 watch.py      kills a program at its limits
 leftovers.py  removes files that a program has left in its folder
 talk.py       exchanges lines of JSON with the caller

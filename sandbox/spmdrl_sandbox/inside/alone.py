@@ -36,7 +36,7 @@ def main() -> None:
     modules.like_site()
     while modules.load_one():
         pass
-    # Set the parent-death signal again, because the kernel clears it at the change of user above.
+    # Set the parent-death signal again, because the kernel clears it when the user changes, as above.
     isolate.die_with_parent()
     try:
         task = json.loads(read(int.from_bytes(read(8), "little")))

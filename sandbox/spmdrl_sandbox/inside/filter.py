@@ -132,8 +132,8 @@ COPIES: dict[str, tuple[int, int]] = {
 """Calls that put pages of a file or process into a pipe or socket; one byte can keep a page of 2 MiB there. The
 watcher does not count these pages after the file is truncated or the process releases them."""
 FIRST_UNKNOWN = 451
-"""First number of the calls that this filter does not know. Some of them act like denied calls (fchmodat2, setxattrat,
-open_tree_attr). Numbers from 424 on are the same on all architectures."""
+"""Lowest number of a call that this filter does not know. Some of the unknown calls act like denied calls (fchmodat2,
+setxattrat, open_tree_attr). Numbers of 424 and above are the same on all architectures."""
 SEEN: dict[str, tuple[int, int]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -146,8 +146,8 @@ SEEN: dict[str, tuple[int, int]] = {
 }
 """Calls that are denied for certain arguments (`_arguments`)."""
 _FCNTL = {"F_SETLEASE": 1024, "F_NOTIFY": 1026, "F_SETPIPE_SZ": 1031}
-"""Denied commands of fcntl. They delay or watch how other processes access a file, or enlarge a pipe, whose memory
-counts against a quota of the user."""
+"""Denied commands of fcntl. The first two delay or watch other processes' access to a file. The third enlarges a pipe,
+whose memory counts against a quota of the user."""
 _SOL_SOCKET, _BUFFERS = 1, (7, 8)
 """Denied socket options SO_SNDBUF and SO_RCVBUF, which could make buffers far larger than the default."""
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x1, 0x20, 0x40000
@@ -182,7 +182,7 @@ def _none_of(values: Sequence[int]) -> list[bytes]:
 
 
 def _arguments(own: int) -> dict[str, list[bytes]]:
-    """Return instructions by the name of a call. They deny the call for certain arguments and let it pass for others.
+    """Return instructions by system call name. They deny calls with certain arguments and let other calls pass.
 
     own: id of this process.
     """
@@ -209,8 +209,8 @@ def _arguments(own: int) -> dict[str, list[bytes]]:
 def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
     """Return the BPF program of the filter for a machine (`os.uname().machine`).
 
-    shared: True if programs run as the user of their caller. own: id of the process that installs the
-    filter. Programs may set the resource limits of this process and of the calling one, but of no other.
+    shared: True if programs run as the user of their caller. own: id of the process that installs the filter. Programs
+    may set resource limits only for that process and for the calling process.
 
     Raises:
         ValueError: the numbers of the machine's system calls are unknown.

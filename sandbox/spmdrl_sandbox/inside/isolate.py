@@ -1,7 +1,7 @@
 """Sets namespaces, limits and privileges of one program inside the sandbox. It needs only the standard library.
 
-In a sandbox by bubblewrap, a program runs in separate user, mount, process and IPC namespaces. It has an empty /tmp
-with a quota, resource limits, no capabilities, and a filter of system calls (filter.py).
+In a bubblewrap sandbox, a program runs in separate user, mount, process and IPC namespaces. It has an empty /tmp with a
+quota, resource limits, no capabilities, and a system call filter (filter.py).
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _HELD = ctypes.PyDLL(None, use_errno=True)
 _CLONE = {"x86_64": 56, "aarch64": 220}
 """Number of the system call `clone` by machine."""
 SPARE_ADDRESSES = 1 << 30
-"""Bytes of address space in addition to a program's memory limit: libraries and threads reserve more than they use."""
+"""Bytes of address space beyond a program's memory limit, since libraries and threads reserve more than they use."""
 OWN_PROCESSES = 2
 """Number of processes that the sandbox runs in a program's namespace, which count towards the program's limit."""
 SIGNALS = 64
@@ -40,7 +40,7 @@ def die_with_parent() -> None:
 
 
 def become(user: int) -> None:
-    """Change from root to an unprivileged user irrevocably, because the kernel's process limits do not apply to root.
+    """Irrevocably change from root to an unprivileged user, because the kernel's process limits do not apply to root.
 
     The function does nothing if this process is not root or if `user` is 0.
     """
@@ -48,7 +48,7 @@ def become(user: int) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-        # Set this flag because, after a change of user, the process could not write its user map to /proc/self.
+        # Without this flag, the process could not write its user map to /proc/self after the change of user.
         LIBC.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
@@ -91,7 +91,7 @@ def own_places(tmp_bytes: int, user: int, group: int) -> None:
 def own_proc(allowed: bool) -> bool:
     """Mount a /proc that shows only this process namespace; return whether the kernel permits it.
 
-    If the kernel refuses the mount, /proc becomes empty. allowed: False if the kernel has refused it before; the mount
+    If the kernel refuses the mount, /proc becomes empty. allowed: False if the kernel has refused the mount before. It
     is then not tried again, because the kernel logs each refusal.
     """
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
@@ -109,8 +109,8 @@ def hide() -> None:
 def limit(limits: dict, shared: bool = False) -> None:
     """Set resource limits of this process and its children.
 
-    limits: fields of `Limits`. shared: True if other programs run as the same user; then the number of processes is not
-    limited, because the kernel would also count the processes of those programs.
+    limits: fields of `Limits`. shared: True if other programs run as the same user. In this case, the number of
+    processes is not limited, because the kernel would also count the other programs' processes.
     """
     memory = limits["memory_mib"] << 20
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1] if shared else limits["processes"] + OWN_PROCESSES
@@ -132,7 +132,7 @@ def limit(limits: dict, shared: bool = False) -> None:
 
 
 def drop_rights(shared: bool = False) -> None:
-    """Drop all capabilities for good and install the filter of system calls. shared: as in `filter.program`."""
+    """Permanently drop all capabilities, and install the system call filter. shared: as in `filter.program`."""
     for capability in range(64):
         if LIBC.prctl(_CAPBSET_DROP, capability, 0, 0, 0):
             break

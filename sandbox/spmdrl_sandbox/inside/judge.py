@@ -22,7 +22,7 @@ from spmdrl_sandbox.inside.values import NotPlainError, decode, encode
 
 
 class RowError(Exception):
-    """An error in a test, not in the program. Programs cannot raise it in the process of the tests."""
+    """An error in a test, not in the program. Programs cannot raise this error in the test process."""
 
 
 class Candidate:

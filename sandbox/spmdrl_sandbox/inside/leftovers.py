@@ -18,7 +18,7 @@ def remove(folder: str) -> None:
 
 
 def empty(folder: str) -> None:
-    """Remove the content of a folder, but not the folder itself. Conditions and errors as in `remove`."""
+    """Remove the content of a folder, but not the folder itself. The conditions and errors are those of `remove`."""
     # Moved folders get a random prefix, so that their names differ from those of existing folders.
     moved, count = os.urandom(16).hex(), 0
     while inside := _entries(folder):

@@ -1,6 +1,6 @@
 """Starts the processes of one program: the first process of its namespaces, and the program itself as its child.
 
-They write reports as lines of JSON to a pipe:
+The processes write reports to a pipe, as lines of JSON:
     {"group": pid}               id of the process group that the watcher may kill, sent if there are no namespaces
     {"proc": false}              the kernel refused to mount a /proc for the namespace
     {"code": n, "signal": n}     the program ended

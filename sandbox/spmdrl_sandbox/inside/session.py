@@ -34,7 +34,7 @@ def found(space: dict[str, Any], name: str) -> Any:
 
 
 def names(space: dict[str, Any]) -> list[str]:
-    """Return the names of callables in `space` and of the attributes of a class `Solution`, sorted."""
+    """Return the sorted names of the callables in `space` and of the attributes of a class `Solution`."""
     functions = {name for name, x in space.items() if callable(x)}
     return sorted(functions | set(dir(space.get("Solution"))) - set(dir(None)))
 

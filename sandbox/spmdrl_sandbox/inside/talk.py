@@ -27,12 +27,12 @@ class Talk:
         return json.loads(line)
 
     def send(self, message: dict, wait: bool = True) -> None:
-        """Send a message. wait: block until it is sent; if False, bytes not sent at once stay in `unsent`."""
+        """Send a message. wait: True to block until it is sent, False to keep bytes in `unsent` if stdout is full."""
         self.unsent += (json.dumps(message) + "\n").encode()
         self.flush(wait)
 
     def flush(self, wait: bool = False) -> None:
-        """Send the bytes in `unsent`. wait: block until all of them are sent."""
+        """Send the bytes in `unsent`. wait: True to block until all of them are sent."""
         while self.unsent:
             try:
                 del self.unsent[: os.write(self.stdout, self.unsent)]

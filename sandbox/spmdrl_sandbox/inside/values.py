@@ -1,8 +1,8 @@
 """Encodes values exchanged between a program and its caller as JSON, not as pickles.
 
-None, bools, ints and strings are unchanged, and so are lists of them. Values of other types become an object with one
-key, a letter for the type. NumPy scalars and arrays become numbers and lists, and iterators become lists. This module
-needs only the standard library.
+None, bools, ints, strings and lists of them are unchanged. Values of other types become an object with one key, a
+letter for the type. NumPy scalars and arrays become numbers and lists, and iterators become lists. This module needs
+only the standard library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 from itertools import islice
 
 TYPE_CHECKING = False
-"""Replaces `typing.TYPE_CHECKING`, because the import of `typing` would be slower than all of this module."""
+"""Replaces `typing.TYPE_CHECKING`, because importing `typing` would take longer than importing this whole module."""
 if TYPE_CHECKING:
     from typing import Any
 

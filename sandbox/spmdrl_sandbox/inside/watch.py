@@ -1,6 +1,7 @@
-"""The watcher of a program, which forwards its input and output, and kills it at its memory, time or output limit.
+"""The watcher of a program.
 
-The module needs only the standard library, as it runs inside the sandbox.
+It forwards the program's input and output, and kills the program at its memory, time or output limit. The module needs
+only the standard library, as it runs inside the sandbox.
 """
 
 import base64
@@ -102,7 +103,7 @@ class Watch:
 
     def passed(self) -> str:
         """Return the name of the limit that the program's processes together exceed, or an empty text."""
-        # Without a process namespace, /proc also shows processes of others, so memory is not checked.
+        # Without a process namespace, /proc also shows other programs' processes, so memory is not checked.
         return "memory" if self.apart and memory_of_others(self.own) > self.limits["memory_mib"] << 20 else ""
 
     def reap(self) -> None:
@@ -167,7 +168,7 @@ class Watch:
 
 
 def memory_of(pid: str) -> int:
-    """Return the bytes of memory and swap of a process, without the page cache of files; 0 if it has ended."""
+    """Return how many bytes of memory and swap a process uses, without the page cache, or 0 if it has ended."""
     try:
         with open(f"{PROC}/{pid}/status", "rb") as file:
             lines = file.read().splitlines()
@@ -177,9 +178,10 @@ def memory_of(pid: str) -> int:
 
 
 def memory_of_others(own: int) -> int:
-    """Return the bytes of memory of a program's processes: all in /proc but process 1, the zygote and the watcher.
+    """Return how many bytes of memory a program's processes use.
 
-    own: bytes of this process. They are subtracted for each process, because forked processes share them.
+    These are all processes in /proc except process 1, the zygote and the watcher. own: memory of this process in bytes.
+    It is subtracted for each process, because forked processes share it.
     """
     sandbox = {"1", str(os.getppid()), str(os.getpid())}
     return sum(max(0, memory_of(pid) - own) for pid in os.listdir(PROC) if pid.isdigit() and pid not in sandbox)

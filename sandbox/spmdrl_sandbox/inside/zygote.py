@@ -12,10 +12,10 @@ The answer on stdout is
 
     {"code": n, "signal": n, "seconds": s, "stdout": base64, "stderr": base64, "why": word, "detail": text}
 
-`why` is "" for a program that ended by itself. Otherwise it is the limit that ended it (`timeout`, `memory`, `output`),
-`closed`, or `failure` if the sandbox could not run the program. While a session runs, lines {"input": base64} are
-forwarded to the program's stdin, {"close": true} ends it, and its output is sent immediately as {"output": base64}.
-The module needs only the standard library.
+`why` is "" for a program that ended by itself. Otherwise it is the limit that ended the program (`timeout`, `memory`,
+`output`), `closed`, or `failure` if the sandbox could not run the program. While a session runs, lines
+{"input": base64} are forwarded to the program's stdin, {"close": true} ends the program, and its output is sent
+immediately as {"output": base64}. The module needs only the standard library.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def main() -> None:
     talk = Talk()
     modules.like_site()
     talk.send({"ready": True})
-    # Import modules only until the first task arrives, so that it does not have to wait.
+    # Import modules only until the first task arrives, so that the task does not have to wait.
     while not select.select([talk.stdin], [], [], 0)[0] and modules.load_one():
         pass
     while True:
