@@ -21,7 +21,7 @@ class Limits:
     processes: int = 16
     """Maximum number of processes and threads at the same time."""
     open_files: int = 64
-    """Maximum number of open files of a single process."""
+    """Maximum number of files that a single process may have open."""
     tmp_mib: int = 32
     """Maximum total size in MiB of the files in the program's working folder, and maximum size of each file."""
     output_kib: int = 256

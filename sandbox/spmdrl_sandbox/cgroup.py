@@ -60,7 +60,7 @@ class Group:
 
 
 def make() -> Group | None:
-    """Create a cgroup for a sandbox and return it; return None if no cgroup can be created."""
+    """Create a cgroup for a sandbox and return it, or return None if no cgroup can be created."""
     try:
         path = next(line[3:] for line in OWN.read_text().splitlines() if line.startswith("0::/"))
         own = ROOT / path.lstrip("/")
@@ -84,7 +84,7 @@ def _made(place: Path) -> Group:
 
 
 def _write(file: Path, value: int) -> None:
-    """Write a value to a file of a cgroup; ignore errors, because the file is missing if its controller is disabled."""
+    """Write a value to a cgroup file. Ignore errors, because the file is missing if its controller is disabled."""
     with contextlib.suppress(OSError):
         # Python's `open` would try to create a missing file, or to read a write-only one.
         end = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
@@ -95,7 +95,7 @@ def _write(file: Path, value: int) -> None:
 
 
 def _removed(folder: Path) -> bool:
-    """Remove an empty cgroup; return False if it still has processes."""
+    """Remove an empty cgroup. Return False if it still has processes."""
     try:
         os.rmdir(folder)
     except FileNotFoundError:

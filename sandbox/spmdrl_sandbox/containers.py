@@ -15,7 +15,7 @@ from spmdrl_sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE
 IMAGE = "python:3.12-slim"
 """Default image, from Docker Hub. apptainer loads it as `docker://IMAGE` and also accepts the path of an image."""
 PIDS = 64
-"""Maximum number of processes of a container."""
+"""Maximum number of processes in a container."""
 MEMORY_MIB = 4096
 """Memory limit of a container in MiB."""
 INSIDE = "/sandbox/spmdrl_sandbox"

@@ -55,9 +55,9 @@ def landlock() -> int:
 
 
 def user() -> int:
-    """Return the user id to which programs change: `USER` if this process is root and `USER` can read this Python.
+    """Return the user id that programs switch to: `USER` if this process is root and `USER` can read this Python.
 
-    The result is 0 if programs keep the user of this process.
+    The result is 0 if programs keep this process's user.
     """
     if os.getuid():
         return 0

@@ -95,7 +95,7 @@ class Session:
         return self.ask({"load": source}, seconds)
 
     def run(self, source: str, seconds: float) -> "Answer":
-        """Execute statements like a notebook cell; if the last one is an expression, its value is printed."""
+        """Execute statements like a notebook cell. If the last statement is an expression, its value is printed."""
         return self.ask({"run": source}, seconds)
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], seconds: float) -> "Answer":

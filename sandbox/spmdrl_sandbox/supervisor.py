@@ -41,7 +41,7 @@ PROCESSES = 16
 DEEPEST = 64
 """Maximum depth of a program's nested folders."""
 FILES = 4096
-"""Maximum number of files and folders of a program, the same as in bubblewrap's /tmp."""
+"""Maximum number of files and folders that a program may have, the same as in bubblewrap's /tmp."""
 
 
 class Held:
@@ -70,7 +70,7 @@ class Held:
         self.ends: list[int] = []
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             file = cast(IO[bytes], pipe)
-            # Duplicate the descriptor. Otherwise the watcher and the file object would both close the same one.
+            # Duplicate the descriptor. Otherwise the watcher and the file object would close the same descriptor.
             self.ends.append(os.dup(file.fileno()))
             file.close()
 
@@ -147,7 +147,7 @@ def kill(pid: int) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the ids of all descendants of a process."""
+    """Return the process ids of all descendants."""
     found: set[int] = set()
     more = [pid]
     while more:
@@ -174,7 +174,7 @@ def sweep() -> None:
 
 
 def fits(folder: str, most: int) -> bool:
-    """Return whether a folder has at most FILES entries, DEEPEST levels of folders and `most` bytes in total."""
+    """Return whether a folder has at most `FILES` entries, `DEEPEST` nested levels, and `most` bytes in total."""
     count = total = 0
     more = [(folder, 0)]
     while more:

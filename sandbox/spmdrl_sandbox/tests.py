@@ -29,7 +29,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of all tests of a program."""
+    """The results of a program's tests."""
 
     failures: tuple[str | None, ...]
     """For each test, the reason why it failed, or None if it passed."""
@@ -52,7 +52,7 @@ def run_tests(source: str, suite: Suite, program: Warm, judge: Warm, limits: Lim
         suite: the tests.
         program: sandbox for the program.
         judge: a different sandbox for the tests.
-        limits: limits of the program and of the tests, each for all tests together.
+        limits: limits that apply to the program and also to the tests, in each case for all tests together.
 
     Raises:
         SandboxError: a sandbox ended.

@@ -1,4 +1,4 @@
-"""Environments in which the policy acts over several turns, and tools that it calls.
+"""Multi-turn environments for the policy, and the tools that it calls.
 
 Environments receive and return messages, other JSON values, and floats.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SCHEMA_DEPTH = 32
-"""Maximum nesting depth to which arguments are checked. Deeper values are passed on unchecked."""
+"""Arguments are checked up to this nesting depth. Deeper values are passed on unchecked."""
 
 
 class ArgumentsError(ValueError):

@@ -91,7 +91,7 @@ def format_of(template: str) -> str:
     """Return the tool-call format of a chat template (Jinja text), or `none` if it shows no calls.
 
     A call is rendered with the template, and the first format whose parser reads it back correctly is returned. If the
-    rendered text does not contain the call, the format is recognised by its tag (`CallFormat.shown`).
+    rendered text does not contain the call, the format is identified by its tag (`CallFormat.shown`).
 
     Raises:
         ValueError: the template renders calls in a format that no parser reads.

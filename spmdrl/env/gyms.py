@@ -45,7 +45,7 @@ def is_mine(target: object, name: str) -> bool:
 
 
 def wrap(target: object, settings: dict[str, Any]) -> "Attempts | Gym | Skyrl | TextArena":
-    """Make an environment from a name with a prefix, or from a class or partial that `is_mine` recognised.
+    """Make an environment from a name with a prefix, or from a class or partial that `is_mine` accepts.
 
     Raises:
         ValueError: the package or the environment is missing, or the environment rejects the settings.
@@ -275,7 +275,7 @@ class TextArena:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Let the game draw from its own random state in this context. Games of a process enter it one at a time."""
+        """Let the game draw from its own random state in this context, which only one game can enter at a time."""
         with self._one_at_a_time:
             before = random.getstate()
             random.setstate(self._random)

@@ -22,7 +22,7 @@ from spmdrl.config.dump import LEAST, REDACTED, redact, redact_text
 from spmdrl.workers import in_child
 
 SHOWN = 300
-"""Maximum number of characters of a command or a server's standard error that messages show."""
+"""Messages show at most this many characters of a command or of a server's standard error."""
 MOST_PAGES = 100
 """Maximum number of pages to read from a server's tool list."""
 T = TypeVar("T")

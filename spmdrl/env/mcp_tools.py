@@ -24,7 +24,7 @@ _starting = threading.BoundedSemaphore(4)
 
 @dataclass
 class Slot:
-    """Holds the current connection of one environment or of several that share it, and the connection's lock.
+    """Holds a connection that one environment uses or several environments share, and the connection's lock.
 
     If the server has ended, the next call replaces the connection.
     """

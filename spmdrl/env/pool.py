@@ -284,7 +284,7 @@ class Pool:
                     self._detach(record)
 
     def _replace(self, process: Host) -> list[Record]:
-        """Replace a process with a new one, and return the records whose requests it had not answered."""
+        """Replace a process with a new one, and return the records of its unanswered requests."""
         self._processes.replace(process)
         there = [record for record in self._records.values() if record.worker is process]
         for record in there:

@@ -75,7 +75,7 @@ class Record:
     number: int
     opening: Opening
     worker: Host | None = None
-    """The process in which the environment is open, or None if the next request must open it."""
+    """The process that has the environment open, or None if the next request must open the environment."""
     state: Any = None
     """The environment's last saved state as a JSON value, or None if no state was saved."""
     turns: list[AssistantTurn] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Record:
     """Digests of the environment's answers to `turns`."""
     failure: str = ""
     deaths: int = 0
-    """Number of times that the process died during the current request."""
+    """Number of process deaths during the current request."""
 
     request: int = -1
     """Number of the current request, or -1 if there is none."""
@@ -92,9 +92,9 @@ class Record:
     turn: AssistantTurn | None = None
     """The turn of the current request."""
     since: float = 0.0
-    """Time at which the current request started (time.monotonic())."""
+    """Start time of the current request (time.monotonic())."""
     run_at: float = 0.0
-    """Time at which the current request was last sent (time.monotonic())."""
+    """Time when the current request was last sent (time.monotonic())."""
     begun: list[tuple[str, float, int]] = field(default_factory=list)
     """Calls of the current request that have started and may still be running: (name, deadline, index in the turn). The
     index is -1 for functions that are not tools."""

@@ -125,7 +125,7 @@ def open_corpus(path: str, cache: str = CACHE) -> Corpus:
     """Return the corpus of a file. A process opens each file once; a file that has changed gets a new index.
 
     path: a .jsonl file whose rows have one of the columns `KEYS` and optionally `title`, or a .txt file with one
-    passage per paragraph; empty lines separate paragraphs. cache: folder for the indexes.
+    passage per paragraph. Empty lines separate paragraphs. cache: folder for the indexes.
 
     Raises:
         ValueError: the file cannot be read, or bm25s is not installed.

@@ -26,7 +26,7 @@ class ModelPlayer:
 
     generate: Generate
     format: str
-    """The model's tool-call format, a name in `FORMATS`; empty if unknown."""
+    """Name of the model's tool-call format in `FORMATS`, or "" if the format is unknown."""
     why: str = ""
     """The reason why the format is unknown."""
 

@@ -114,7 +114,7 @@ class VerlTools:
 
         Raises:
             BrokenError: `execute` did not return verl's three values.
-            Exception: an error of the tool; the model gets its text.
+            Exception: the tool raised an error; the model gets its text.
         """
         tool, kwargs = self._parts.tools[name], self._of(name, "execute_kwargs")
         key, _ = await self._instance(name)

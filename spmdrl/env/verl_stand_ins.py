@@ -110,11 +110,11 @@ class BaseTool:
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
-        """Start a conversation; return its id and a first response."""
+        """Start a conversation, and return its id and a first response."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
-        """Run the tool; return its response, a reward and metrics."""
+        """Run the tool, and return its response, a reward and metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
@@ -134,11 +134,11 @@ class BaseInteraction:
         self.name: str = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Start a conversation; return its id."""
+        """Start a conversation, and return its id."""
         return instance_id or str(uuid4())
 
     async def generate_response(self, instance_id: str, messages: list, **kwargs: Any) -> tuple[bool, str, float, dict]:
-        """Answer the messages; return whether the conversation ends, the answer, a reward and metrics."""
+        """Answer the messages. Return whether the conversation ends, the answer, a reward and metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
@@ -188,7 +188,7 @@ class Gsm8kTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, Any]:
-        """Start a conversation; return its id and a first response."""
+        """Start a conversation, and return its id and a first response."""
         if ground_truth is None:
             ground_truth = (kwargs.get("create_kwargs") or {}).get("ground_truth")
         key, response = await super().create(instance_id)
@@ -196,7 +196,7 @@ class Gsm8kTool(BaseTool):
         return key, response
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs: Any) -> tuple[Any, float, dict]:
-        """Run the tool; return its response, a reward and metrics."""
+        """Run the tool, and return its response, a reward and metrics."""
         answer, state = str(parameters.get("answer", "")), self._open[instance_id]
         state["answer"] = answer if answer.startswith("#### ") else f"#### {answer}"
         reward = await self.calc_reward(instance_id)
@@ -224,13 +224,13 @@ class Gsm8kInteraction(BaseInteraction):
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        """Start a conversation; return its id."""
+        """Start a conversation, and return its id."""
         key = await super().start_interaction(instance_id)
         self._open[key] = {"answer": "", "truth": ground_truth}
         return key
 
     async def generate_response(self, instance_id: str, messages: list, **kwargs: Any) -> tuple[bool, str, float, dict]:
-        """Answer the messages; return whether the conversation ends, the answer, a reward and metrics."""
+        """Answer the messages. Return whether the conversation ends, the answer, a reward and metrics."""
         answers = [each.get("content") or "" for each in messages if each.get("role") == "assistant"]
         self._open[instance_id]["answer"] = answers[-1] if answers else ""
         reward = await self.calculate_score(instance_id)

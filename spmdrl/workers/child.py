@@ -107,7 +107,7 @@ class Child:
             self.process.wait()
 
     def end(self) -> str:
-        """Wait briefly for a process that closed its pipe to exit. Return how it ended, such as `by signal SIGKILL`."""
+        """Wait briefly until a process that closed its pipe exits. Return how it ended, such as `by signal SIGKILL`."""
         self.await_end(1.0)  # killing the process at once would hide its exit code
         self.kill()
         code = self.process.returncode
@@ -144,7 +144,7 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return a child's environment variables: those of this process without ranks, set to one thread and no GPU."""
+    """Return this process's environment variables without the rank variables, set to one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }

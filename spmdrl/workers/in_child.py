@@ -37,7 +37,7 @@ def take_pipes() -> tuple[int, int]:
 
 
 def write_all(answers: int, line: bytes) -> None:
-    """Write a line to the parent; block while the pipe is full. If the parent has exited, exit as well.
+    """Write a line to the parent, and block while the pipe is full. If the parent has exited, exit as well.
 
     answers: file descriptor of the pipe.
     """

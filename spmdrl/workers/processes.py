@@ -44,7 +44,7 @@ class Listener(Protocol):
         ...
 
     def deadline(self, process: Any, /) -> float:
-        """Return the deadline by which a process must answer (time.monotonic())."""
+        """Return the response deadline of a process (time.monotonic())."""
         ...
 
     def on_timeout(self, process: Any, /) -> None:

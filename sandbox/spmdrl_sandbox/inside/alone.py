@@ -1,4 +1,4 @@
-"""A process in an existing sandbox that becomes one program; `supervisor.py` starts one for each program.
+"""A process in an existing sandbox that becomes a program. `supervisor.py` starts one process for each program.
 
 `python -m spmdrl_sandbox.inside.alone USER` reads the length of a task (8 bytes, little-endian) and the task (see
 zygote.py) from stdin. It writes `STARTED` to stdout and becomes the program, which reads the remaining bytes as its

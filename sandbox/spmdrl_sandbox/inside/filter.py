@@ -129,7 +129,7 @@ COPIES: dict[str, tuple[int, int]] = {
     "tee": (276, 77),
     "vmsplice": (278, 75),
 }
-"""Calls that put pages of a file or process into a pipe or socket; one byte can keep a page of 2 MiB there. The
+"""Calls that put pages of a file or process into a pipe or socket. One byte can keep a whole 2 MiB page there. The
 watcher does not count these pages after the file is truncated or the process releases them."""
 FIRST_UNKNOWN = 451
 """Lowest number of a call that this filter does not know. Some of the unknown calls act like denied calls (fchmodat2,
@@ -236,7 +236,7 @@ def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
 
 
 def install(machine: str = "", shared: bool = False) -> None:
-    """Install the filter for this process and its future children; it cannot be removed. shared: as in `program`.
+    """Permanently install the filter for this process and its future children. shared: as in `program`.
 
     Raises:
         OSError: the kernel has no seccomp.

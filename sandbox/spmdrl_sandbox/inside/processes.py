@@ -104,7 +104,7 @@ def put_files(task: dict, folder: str) -> None:
 
 
 def become(task: dict) -> None:
-    """Run the program of a task in this process and exit; the function does not return."""
+    """Run a task's program in this process, and exit without returning."""
     if "argv" in task:
         try:
             os.execvp(task["argv"][0], task["argv"])

@@ -40,7 +40,7 @@ def names(space: dict[str, Any]) -> list[str]:
 
 
 def run(space: dict[str, Any], source: str) -> None:
-    """Execute statements like a notebook cell; if the last one is an expression, print its value."""
+    """Execute statements like a notebook cell. If the last statement is an expression, print its value."""
     tree = ast.parse(source)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):

@@ -15,7 +15,7 @@ import time
 from spmdrl_sandbox.inside.talk import Talk
 
 LOOK_SECONDS = 0.02
-"""Seconds between two checks of the memory of a program's processes."""
+"""Seconds between two checks of a program's memory."""
 UNSENT = 1 << 16
 """Maximum bytes of a session's output that are buffered for the caller; a program that prints more is blocked."""
 PROC = "/proc"
