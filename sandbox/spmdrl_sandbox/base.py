@@ -10,7 +10,7 @@ Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. A limit applies to all of its processes together, unless it is for a single process."""
+    """Limits of a program. They apply to all of its processes together, except those for a single process."""
 
     seconds: float = 10.0
     """Maximum wall-clock seconds."""

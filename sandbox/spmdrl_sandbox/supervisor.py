@@ -147,7 +147,7 @@ def kill(pid: int) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the process ids of all descendants."""
+    """Return the ids of all descendants of the process `pid`."""
     found: set[int] = set()
     more = [pid]
     while more:

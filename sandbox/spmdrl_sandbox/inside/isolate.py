@@ -109,8 +109,8 @@ def hide() -> None:
 def limit(limits: dict, shared: bool = False) -> None:
     """Set resource limits of this process and its children.
 
-    limits: fields of `Limits`. shared: True if other programs run as the same user. In this case, the number of
-    processes is not limited, because the kernel would also count the other programs' processes.
+    limits: fields of `Limits`. shared: True if other programs run as the same user. The number of processes is then not
+    limited, because the kernel would also count the other programs' processes.
     """
     memory = limits["memory_mib"] << 20
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1] if shared else limits["processes"] + OWN_PROCESSES
