@@ -1,8 +1,8 @@
 """Computes, on one simulated rank, which weight boxes every rank of a job holds and needs.
 
 A box is a rectangular slice of a weight tensor, given by an index range per dimension. A real job gathers the boxes of
-all ranks to decide which training rank sends which weights to which engine. A plan simulates only one rank, so this
-rank's models and engine also compute the boxes of all other ranks.
+all ranks to decide which training rank sends which weights to which engine. A plan simulates only one rank, so the
+models and the engine of that rank also compute the boxes of all other ranks.
 """
 
 import re
@@ -25,13 +25,13 @@ Boxes = list[Piece]
 
 
 class Everyone:
-    """The boxes that each rank of the job holds, and those that it needs as an engine rank, for one `Part`."""
+    """The boxes of one `Part` that each rank of the job holds, and the boxes that it needs as an engine rank."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: computes the boxes of all training ranks. engine: rank within an engine -> simulated engine."""
+        """policy: computes the boxes of all training ranks. engine: maps a rank within an engine to its engine."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
-        """Distinct lists of pieces that ranks hold (`Piece`: a box plus its tensor's name); the first list is empty."""
+        """Distinct lists of pieces that ranks hold, the first one empty. A `Piece` is a box plus its tensor's name."""
         self.holds = np.zeros(world.size, dtype=np.int64)
         held = of_megatron(world, policy) if hasattr(policy, "chunks") else of_fsdp(world, policy, part)
         self.pieces.append([])
@@ -65,7 +65,7 @@ class Everyone:
         return Sets(sets, of)
 
     def _alike(self) -> tuple[np.ndarray, list[int]]:
-        """Group tensors of equal shape whose names differ only in the layer index, because an engine shards them alike.
+        """Group tensors of equal shape whose names differ only in the layer index; an engine shards them the same way.
 
         Layers that the engine skips (multi-token prediction) are grouped separately.
 
@@ -84,7 +84,7 @@ class Everyone:
         return of, first
 
     def _spread(self, boxes: list[tuple[int, Box]], alike: np.ndarray) -> np.ndarray:
-        """Expand the boxes of each group's first tensor to all tensors; return them sorted and unique, one per row."""
+        """Copy the boxes of each group's first tensor to all its tensors; return unique boxes, sorted, one per row."""
         few = to_rows(boxes, self.dims)
         parts = []
         order = np.argsort(alike, kind="stable")
@@ -105,7 +105,7 @@ class Everyone:
 
 
 def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield, for each shard of an FSDP model, the ranks that hold it and their pieces."""
+    """For each shard of an FSDP model, yield the ranks that hold it and their pieces."""
     from spmdrl.policy.fsdp import lora
     from spmdrl.weights import shards
 
@@ -154,7 +154,7 @@ def _place(size: int, rank: int) -> Place:
 
 
 def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
-    """Yield each set of ranks that hold the same pieces, with these pieces.
+    """Yield each set of ranks that hold the same pieces, together with those pieces.
 
     Ranks hold the same pieces if they are in the same pipeline stage and have the same tp, etp and ep ranks.
     """

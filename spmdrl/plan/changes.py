@@ -1,4 +1,4 @@
-"""Lists changes to a job's settings for `sweep.py`: each sets one setting and any settings that depend on it."""
+"""Lists changes to a job's settings for `sweep.py`. Each change sets one setting and any settings that depend on it."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ EVERYWHERE = SAMPLING | TRAINING
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that change together, such as the number of pipeline stages and of layers in the last stage."""
+    """Settings that change together, such as the pipeline stage count and the number of layers in the last stage."""
 
     values: tuple[tuple[str, Any], ...]
     """(dotted setting name, value) pairs. Changing the first setting requires changing the others."""

@@ -120,8 +120,9 @@ def device_of(name: str, memory: int, count: int) -> Gpu:
 def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
     """Return a summary of the first rows of `--data.train` and `--data.eval`, and an error per unusable source.
 
-    train: False for an evaluation, which does not read `--data.train`. Nothing is downloaded; each hub model or data
-    set that is not in the local cache is reported in a line.
+    Nothing is downloaded. Hub models and data sets that are not in the local cache get a line that says so.
+
+    train: False for an evaluation, which does not read `--data.train`.
     """
     folder = _here(cfg.model.path)
     if folder is None:

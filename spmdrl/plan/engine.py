@@ -57,7 +57,8 @@ class PaperEngine:
             self.workspace = workspace_of(cfg, self.layout, self.longest, gpu_memory)
             if found.beside:
                 self.workspace["absorbed matrices"] = found.beside
-        # `--rollout.gpu-memory-utilization` limits weights plus cache in SGLang, and in vLLM these plus the workspace.
+        # `--rollout.gpu-memory-utilization` limits weights plus cache in SGLang, and weights, cache and workspace in
+        # vLLM.
         held = self.weight_bytes + (found.beside if self.kind == "sglang" else self.workspace_bytes)
         cache = cache_of(cfg, self.layout, self.longest, held, gpu_memory)
         self.cache_bytes, self.cache_tokens, self.sequences, self.lack = (
@@ -66,8 +67,8 @@ class PaperEngine:
             cache.sequences,
             cache.lack,
         )
-        """The KV cache: its size in bytes, how many tokens and how many maximum-length sequences fit, and how many
-        bytes are missing to fit one such sequence (0 if it fits)."""
+        """`cache_bytes`: KV cache size. `cache_tokens`, `sequences`: how many tokens and how many maximum-length
+        sequences fit. `lack`: additional bytes needed to fit one maximum-length sequence, or 0 if it fits."""
         self.grows = self.kind == "hf"
         """True if the KV cache exists only during sampling; `cache_bytes` is then its peak size."""
         self.weights: torch.Tensor | None = None
@@ -160,7 +161,7 @@ class PaperEngine:
 
 
 def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
-    """Return a function from a rank within an engine to a copy of a sleeping engine that computes this rank's boxes."""
+    """Return a function that copies a sleeping engine for a given rank within it, to compute that rank's boxes."""
 
     def at(place: int) -> PaperEngine:
         other = copy(engine)

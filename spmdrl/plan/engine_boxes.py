@@ -3,7 +3,7 @@
 The rules follow the source code of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`,
 `layers/fused_moe`, `layers/vocab_parallel_embedding.py`); `tests/engines/test_paper_engine.py` compares them with real
 engines. Attention is sharded over the tp ranks of each data-parallel (dp) replica. Without expert parallelism (ep),
-each expert is sharded over all tp x dp ranks; with it, each rank holds some experts in full.
+each expert is sharded over all tp x dp ranks. With ep, each rank holds some experts in full.
 """
 
 import re
@@ -17,7 +17,7 @@ from spmdrl.weights.boxes import Box
 Kind = Literal["vllm", "sglang", "hf"]
 Span = tuple[int, int]
 VOCAB_PADDING = 64
-"""vLLM and SGLang pad the number of embedding and head rows to a multiple of this before sharding."""
+"""vLLM and SGLang pad the embedding and the head to a multiple of this many rows before sharding."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields that hold the number of experts per layer; models use different names."""
 ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
@@ -78,7 +78,7 @@ class EngineLayout:
         return self.tp * self.dp
 
     def vocab_ranks(self, module: str) -> int:
-        """Return the number of ranks that shard the embedding or the head; SGLang shards a head over all ranks."""
+        """Return how many ranks shard the embedding or the head. SGLang shards the head over all ranks of an engine."""
         return self.ranks if self.kind == "sglang" and module == "lm_head" else self.tp
 
     def vocab_rows(self, module: str, rows: int) -> int:
@@ -145,7 +145,7 @@ class EngineLayout:
         return None
 
     def _kv_rows(self, rows: int, tp: int) -> Span:
-        """Return a tp rank's key or value rows; with more ranks than heads, the rows are replicated."""
+        """Return a tp rank's range of key or value rows. If there are more ranks than heads, rows are replicated."""
         if self.tp <= self.kv_heads:
             return tp * rows // self.tp, (tp + 1) * rows // self.tp
         head, size = tp * self.kv_heads // self.tp, rows // self.kv_heads
@@ -196,7 +196,7 @@ class EngineLayout:
         return Cut([((first, last), *box) for box in boxes] if first < last else [], "expert")
 
     def _held(self, place: int) -> Span:
-        """Return the range of experts on a rank. If ep does not divide their number, the first ranks get one more."""
+        """Return a rank's range of experts. If ep does not divide the expert count, the first ranks get one more each."""
         if self.ep == 1:
             return 0, max(self.experts, 1)
         base, more = divmod(self.experts, self.ep)
@@ -205,7 +205,7 @@ class EngineLayout:
         return first, first + base + (place < more)
 
     def _hf(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
-        """Return a tensor's part according to the model's transformers tensor-parallel plan (`engines/hf/start.py`)."""
+        """Return a tensor's part under the model's tensor-parallel plan in transformers (`engines/hf/start.py`)."""
         module, _, kind = name.rpartition(".")
         inside = module[at:] if (at := module.find("layers.")) >= 0 else module
         style = self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", inside))

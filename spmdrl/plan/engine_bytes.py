@@ -42,7 +42,7 @@ class Cache:
     sequences: int
     """Number of maximum-length sequences that fit."""
     lack: int = 0
-    """Bytes missing to fit one maximum-length sequence, or 0 if it fits."""
+    """Additional bytes needed to fit one maximum-length sequence, or 0 if it fits."""
 
 
 def kind_of(cfg: Config, on_gpu: bool) -> Kind:
@@ -79,10 +79,14 @@ def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
     """Estimate the bytes that an engine on a GPU needs in addition to weights and cache, by purpose.
 
     T is the number of tokens in a forward pass, H the hidden size, V the vocabulary size, S the number of sequences, K
-    the number of experts per token, I the expert intermediate size. Logits: float32 [S, V] for logits and
-    log-probabilities. Hidden states [T, ...]: the residual, a layer's input and the widest layer's output. Experts:
-    vLLM's two workspaces [T over all replicas, K, max(H, 2I)] (`TritonExperts.workspace_shapes`). Latent attention:
-    decompressed keys and values of up to 65,536 cached tokens during prefill (`MLACommonMetadataBuilder`).
+    the number of experts per token, I the expert intermediate size.
+
+    - `logits` covers the logits and the log-probabilities, each float32 [S, V].
+    - `hidden states` covers the residual, a layer's input and the widest layer's output, each [T, ...].
+    - `experts` covers vLLM's two workspaces, each [T over all replicas, K, max(H, 2I)]
+      (`TritonExperts.workspace_shapes`).
+    - `latent prefill` covers the keys and values that latent attention decompresses during prefill, for up to 65,536
+      cached tokens (`MLACommonMetadataBuilder`).
     """
     text, width = layout.config, DTYPES[cfg.model.dtype].itemsize
     tokens = batch_tokens(cfg, layout, longest, gpu_memory)
@@ -170,7 +174,7 @@ def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) ->
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks to which vLLM 0.32 pads adapters (`vllm.config.lora.MaxLoRARanks`)."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM fuses: if any of them has an adapter, vLLM allocates adapters for all of them."""
+"""Groups of layers that vLLM fuses. If any layer of a group has an adapter, vLLM allocates adapters for all of them."""
 
 
 @dataclass
@@ -179,7 +183,7 @@ class Model:
 
     entries: list[Entry]
     linear: set[str] = field(default_factory=set)
-    """Weight names of all linear layers except the head; the HF engine can quantize them and LoRA can adapt them."""
+    """Weight names of all linear layers except the head. The HF engine can quantize them, and LoRA can adapt them."""
     buffers: set[str] = field(default_factory=set)
     """Names of persistent buffers (routing biases), which the HF engine's byte count omits."""
 
@@ -232,8 +236,8 @@ def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_c
         if len(entry.shape) == 2 and (layer or (cut.group == "vocabulary" and ("lm_head" in name or tied))):
             out.packed += held
     out.packed = min(out.packed, MOST_PACKED) if layout.kind == "vllm" and on_cpu else 0
-    # Latent attention splits kv_b_proj into W_UK and W_UV. In vLLM these are views of its weight, or copies if it is
-    # quantized; in SGLang they are always copies.
+    # Latent attention splits kv_b_proj into W_UK and W_UV. In vLLM, both are views of the kv_b_proj weight, or copies
+    # if that weight is quantized. In SGLang, both are always copies.
     text = layout.config
     if rank := getattr(text, "kv_lora_rank", None):
         absorbed = text.num_hidden_layers * layout.heads // layout.tp * rank * (text.qk_nope_head_dim + text.v_head_dim)

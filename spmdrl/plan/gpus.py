@@ -113,7 +113,7 @@ def _from_file(path: str, values: Any) -> Gpu:
 
 
 def _number(path: str, key: str, value: Any) -> float:
-    """Convert a field's value to a number and validate it; YAML parses numbers such as `1e3` as strings."""
+    """Convert a field's value to a number and validate it. YAML parses numbers such as `1e3` as strings."""
     unknown = key in ("host_memory_gib", "host_gb_s")
     try:
         number = float(value if not isinstance(value, bool) else "no")

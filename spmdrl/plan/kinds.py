@@ -10,7 +10,7 @@ from spmdrl.spmd.roles import roles_of
 
 @dataclass(frozen=True)
 class Kind:
-    """A group of ranks represented by one planned rank; the others are assumed to need no more memory and traffic."""
+    """A group of ranks represented by one planned rank. The others are assumed to need no more memory or traffic."""
 
     name: str
     rank: int
@@ -47,8 +47,7 @@ def config_of(cfg: Config) -> Any:
 def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
     """Return the number of layers per pipeline stage, and for each layer whether it has experts.
 
-    With FSDP there is one stage, and all layers are reported as False, because experts make no difference between its
-    ranks.
+    With FSDP there is one stage, and all layers are reported as False, because experts do not make FSDP ranks differ.
     """
     text = hf_config.get_text_config()
     count = text.num_hidden_layers

@@ -15,12 +15,12 @@ from spmdrl.plan.storages import Storages
 
 META = torch.device("meta")
 MOST_KNOWN = {"activations": 1 << 25}
-"""Purpose -> maximum number of elements of a tracked tensor; `activations` includes masks."""
+"""Purpose -> size limit of a tracked tensor, in elements. `activations` includes masks."""
 FEW_KNOWN = 1 << 20
-"""The same limit for all other purposes, such as model buffers."""
+"""Size limit of a tracked tensor, in elements, for all other purposes, such as model buffers."""
 aten = torch.ops.aten
 Spec = tuple[list[int], list[str]]
-"""Layout of flattened arguments: the length of each argument that is a list, else -1; and the keyword names."""
+"""Layout of flattened arguments: a length for each list argument or -1 for any other, and the keyword names."""
 
 
 class Numbers:
@@ -73,7 +73,7 @@ class Numbers:
         return all(x.device.type != "meta" or self.value_of(x) is not None for x in tensors)
 
     def most(self) -> int:
-        """Return the maximum number of elements of a tracked tensor for the current purpose."""
+        """Return the size limit of a tracked tensor, in elements, for the current purpose."""
         return MOST_KNOWN.get(self.storages.tag, FEW_KNOWN)
 
     def number(self, x: torch.Tensor) -> Any:
@@ -175,7 +175,7 @@ def is_host(x: Any) -> bool:
 
 
 def tree_flatten(arguments: tuple[tuple, dict]) -> tuple[list, Spec]:
-    """Flatten an operation's arguments; lists among them contain only tensors or numbers."""
+    """Flatten an operation's arguments. List arguments contain only tensors or numbers."""
     args, kwargs = arguments
     flat, lengths = [], []
     for x in (*args, *kwargs.values()):

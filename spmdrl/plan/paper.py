@@ -64,7 +64,7 @@ class Paper(Storages, TorchDispatchMode):
         return out
 
     def _record_gather(self, func: Any, args: tuple) -> None:
-        """Record an all-gather's result as if all ranks sent this rank's values; unknown values make it unknown."""
+        """Record an all-gather's result as if all ranks sent this rank's values, or as unknown if the values are."""
         if self.device == "meta" and func is torch.ops.c10d._allgather_base_.default:
             into, mine = args[0], args[1]
             value = self.numbers.value_of(mine)
@@ -109,7 +109,7 @@ class Paper(Storages, TorchDispatchMode):
         return device is not None and torch.device(device).type != "meta" and args[0].device.type == "meta"
 
     def _host_copy(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Copy a tensor's values to the host, or ones if they are unknown."""
+        """Copy a tensor's values to the host. Use ones if the values are unknown."""
         source = args[1] if func is aten.copy_.default else args[0]
         value = self.numbers.value_of(source)
         if value is None:

@@ -94,7 +94,7 @@ def _passes(
         works.append(work)
         out: Any = None
         for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
-            # FSDP leaves the root module unsharded after a forward pass without backward; each pass must start sharded.
+            # FSDP leaves the root module unsharded after a forward pass without a backward pass, so reshard it first.
             model.reshard()
             out = None
             paper.lap()

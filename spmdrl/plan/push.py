@@ -99,7 +99,7 @@ def _bytes(regions: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def weights(plan: Reshard) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, per bucket, the bytes received, the bytes sent, and the size of the tensors to fill."""
+    """Return the bytes received, the bytes sent, and the size of the tensors to fill, each as one value per bucket."""
     routes: Routes = plan.routes
     width = np.array([d.itemsize for d in plan.dtypes])
     whole = np.array([int(np.prod(e.shape, dtype=np.int64)) for e in plan.entries]) * width

@@ -162,7 +162,7 @@ def _name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
 
 
 def folders_of(cfg: Config) -> dict[str, Path]:
-    """Return a dict of path -> folder for each model in the settings: the policy and all other models of a run."""
+    """Map each model path in the settings to its folder, for the policy and all other models of a run."""
     paths = {
         "--model.path": cfg.model.path,
         "--reference.path": cfg.reference.path,
@@ -182,7 +182,7 @@ def folders_of(cfg: Config) -> dict[str, Path]:
 
 @contextmanager
 def _without_files(folders: dict[str, Path]) -> Iterator[None]:
-    """Make policies read only config.json, and no weights, from these folders inside this context."""
+    """Inside this context, policies read only config.json from these folders, and no weights."""
 
     def find(path: str, *_: Any) -> Path:
         return folders[path]

@@ -21,7 +21,7 @@ ROWS = (
     ("engine workspace", ("engine workspace",)),
     ("KV cache", ("KV cache",)),
 )
-"""Rows of the memory table: row name, and the suffixes of the tags that it sums."""
+"""Rows of the memory table. Each row has a name and sums the tags with the given suffixes."""
 DISK_GB_S = 2
 """Assumed write bandwidth of a shared file system in GB/s (1e9 bytes per second), for estimating checkpoint time."""
 PHASES = ("push", "rollout", "logp", "update")

@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def host_spare(self) -> int | None:
-        """Free host memory of a node in bytes, or None if its size is unknown."""
+        """Free host memory per node in bytes, or None if the host memory size is unknown."""
         known = self.gpu.host_memory_gib
         return int(known * GIB) - self.host_of_node() if known else None
 
@@ -97,12 +97,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Lower bound on the step time in seconds: the sum over phases of the time of the slowest rank."""
+        """Lower bound on the step time in seconds: the slowest rank's time in each phase, summed over phases."""
         phases = dict.fromkeys(phase for planned in self.kinds for phase in planned.bounds)
         return sum(max(p.bounds[phase].seconds for p in self.kinds if phase in p.bounds) for phase in phases)
 
     def host_of_node(self) -> int:
-        """Return the host memory of a node in bytes, assuming that all its ranks need as much as the largest one."""
+        """Return the bytes of host memory that a node uses if all its ranks need as much as the largest one."""
         return self.gpu.gpus_per_node * max(sum(p.rank.step.host.values()) for p in self.kinds)
 
 

@@ -150,7 +150,7 @@ SCATTERED = ("all-to-all", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that each resource of a rank is busy in a phase at peak rate; the maximum bounds the phase's time."""
+    """Seconds that a phase keeps each resource of a rank busy at peak rate. The phase takes at least the maximum."""
 
     matrix: float = 0.0
     nvlink: float = 0.0
@@ -158,7 +158,7 @@ class Bound:
     memory: float = 0.0
     host: float = 0.0
     bubble: float = 1.0
-    """Factor by which waiting for other pipeline stages lengthens the time of matrix products."""
+    """Slowdown factor of matrix products, because the rank waits for other pipeline stages."""
 
     def _named(self) -> dict[str, float]:
         named = {"matrix rate": self.matrix * self.bubble, "NVLink": self.nvlink, "network": self.network}

@@ -54,7 +54,7 @@ class Step:
 
     @property
     def host(self) -> dict[str, int]:
-        """Peak bytes in a step that are on the host or on disk, by purpose."""
+        """Peak bytes on the host or on disk during a step, by purpose."""
         return self.always | {f"off the device ({place})": n for place, n in self.parked.items() if n}
 
 
@@ -85,7 +85,7 @@ class PaperRank:
             models: this rank's models.
             engine: this rank's engine, or None if the rank does not sample.
             paper: counts the step's memory, FLOPs and traffic.
-            boxes: (model, part) -> the boxes that all ranks hold and need; None as the model means the policy.
+            boxes: maps (model, part) to the boxes that all ranks hold and need. A model of None means the policy.
             method: builds the learning method from an object with the components of a run.
         """
         self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
@@ -113,7 +113,7 @@ class PaperRank:
         return total
 
     def lap(self) -> tuple[int, int]:
-        """Return the live bytes and the peak since the last call; serves as the device table's meter."""
+        """Return the live bytes and the peak since the last call. The device table calls this method as its meter."""
         self.laps.append(self.paper.lap())
         return self.paper.live, self.laps[-1].live
 

@@ -78,7 +78,7 @@ def _groups(paper: Paper) -> None:
 
 
 FINDS_SHAPES = "_propagate_tensor_meta_non_cached"
-"""Name of the `ShardingPropagator` method with which DTensor computes output shapes."""
+"""Name of the `ShardingPropagator` method that computes DTensor output shapes."""
 
 
 def _shapes(paper: Paper) -> None:
@@ -175,7 +175,7 @@ def _optimizers(paper: Paper) -> None:
 
 
 class Tape:
-    """Stands for the host or disk copy of offloaded storages, and records only its size."""
+    """Stands in for the host or disk copy of offloaded storages, but records only the copy's size."""
 
     def __init__(self, paper: Paper, place: str, total: int):
         self.paper, self.place, self.total = paper, place, total

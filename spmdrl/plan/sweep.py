@@ -16,7 +16,7 @@ NEAREST = 8
 SINGLES = 5
 """Maximum number of single-change plans in this search; later plans combine two changes."""
 SWEPT = 12
-"""Maximum number of plans in a sweep, including that for the job's own settings."""
+"""Maximum number of plans in a sweep, including the plan for the job's own settings."""
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Row:
     """The change, or None for the job's own settings."""
     fits: bool
     spare: int
-    """Free bytes on the fullest device. If memory is short, the negated largest shortfall: on that device, in an
-    engine's KV cache, or on a node's host."""
+    """Free bytes on the fullest device. If memory is short on that device, in an engine's KV cache or on a node's host,
+    the value is minus the largest shortfall."""
     seconds: float
     """Lower bound on the step time in seconds."""
     phase: str
@@ -104,7 +104,7 @@ def nearest(made: Plan) -> Tried:
 
 
 def _pairs(base: Row, rows: list[Row]) -> list[Change]:
-    """Return pairs of changes, ordered by the memory they would leave free if their effects added up, most first."""
+    """Return pairs of changes, sorted by how much memory each pair frees if its effects add up, most first."""
 
     def least(a: Row, b: Row) -> int:
         sums = {name: a.free.get(name, left) + b.free.get(name, left) - left for name, left in base.free.items()}
@@ -120,7 +120,7 @@ def _pairs(base: Row, rows: list[Row]) -> list[Change]:
 def sweep(made: Plan) -> Tried:
     """Plan a job with each single change, and rank these plans together with the job's own.
 
-    Plans that fit come first, fastest first; then those that do not, by increasing shortfall.
+    Plans that fit come first, fastest first. Plans that do not fit follow, by increasing shortfall.
     """
     changes, failed = changes_of(made.cfg, made.world, config_of(made.cfg)), []
     rows = [row_of(made), *_planned(made, changes[: SWEPT - 1], failed)]

@@ -1,8 +1,8 @@
 """Counts the bytes that a rank sends in collectives, by mesh axis and collective type.
 
-A collective over n ranks is counted as a ring algorithm: each rank sends (n - 1) / n of the all-gather output, the
-reduce-scatter input or the all-to-all buffer, twice that fraction for an all-reduce, and the tensor once for a send,
-broadcast, reduce, gather or scatter.
+A collective over n ranks is counted as a ring algorithm. Each rank sends (n - 1) / n of the all-gather output, the
+reduce-scatter input or the all-to-all buffer, and 2 (n - 1) / n of the tensor in an all-reduce. For a send, broadcast,
+reduce, gather or scatter, each rank sends the tensor once.
 """
 
 from collections import Counter

@@ -31,10 +31,11 @@ ROWS = "64"
 """Default of `--rows`, the number of rows to try."""
 LONGEST = 1 << 30
 ENOUGH = 0.95
-"""Minimum fraction of rows in which the correct answer should score best (per source) and get 1 (over all rows)."""
+"""In at least this fraction of each source's rows, the correct answer should score best, and in at least this fraction
+of all rows it should get 1."""
 BY_CHANCE = 0.2
-"""Maximum fraction of rows in which another row's answer may score as high as the correct one, as short answers can
-coincide."""
+"""In at most this fraction of rows, another row's answer may score as high as the correct one, because short answers
+can coincide."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from spmdrl.config.user_code import printable
 from spmdrl.data.scores import as_score, describe
 
 NAMED = 10
-"""Maximum number of ungraded responses that each rank logs individually; later ones are only counted."""
+"""Each rank logs at most this many ungraded responses individually. Later ones are only counted."""
 log = logging.getLogger("spmdrl")
 
 
@@ -19,12 +19,12 @@ class RewardInput:
 
     data_source: str
     solution: str
-    """Response text, excluding the prompt; built-in rewards grade this text. If `--data.prefill` opens an answer, as
-    `#### ` does, the text starts with the prefill from that marker on."""
+    """Response text, excluding the prompt. Built-in rewards grade this text. If `--data.prefill` leaves an answer marker
+    open, such as `#### `, the text starts with the prefill's part that begins at the marker."""
     ground_truth: object
     extra: dict = field(default_factory=dict)
     prompt: str | list = ""
-    """The prompt as in its row: text or chat messages."""
+    """The row's prompt, as text or chat messages."""
     prefill: str = ""
     """Start of the reply that is part of the prompt (`--data.prefill`) and precedes `solution`."""
     group: int = 1
@@ -34,9 +34,9 @@ class RewardInput:
     given_parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the environment's final reward."""
     dialogue: list[tuple[bool, str]] = field(default_factory=list)
-    """The conversation with an environment up to, but excluding, the policy's last turn (`solution`), as pairs (written
-    by the policy, text including the chat template's special tokens). The first item is the prompt. Empty without an
-    environment."""
+    """The conversation with an environment before the policy's last turn (`solution`). Each item is a pair: True if the
+    policy wrote the text, and the text, including the chat template's special tokens. The first item is the prompt. The
+    list is empty without an environment."""
     tools: list | None = None
     """JSON schemas of the row's tools, as passed to the chat template, or None."""
 
@@ -55,8 +55,8 @@ class Reward:
     score: float
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
-    """True if grading timed out. A reward that timed out contributes the score 0 and no parts; any part that other
-    samples report is taken as 0 for this one. In a combined reward, the other rewards still count."""
+    """True if grading timed out. The reward then has the score 0 and no parts. Parts that other samples report count as
+    0 for this sample. In a combined reward, the other rewards still count."""
     applies: bool = True
     """False if the function does not apply to this row (a TRL-style function returned None); the score is then 0."""
     ungraded: str = ""
@@ -81,7 +81,7 @@ class UngradedError(Exception):
 
 
 def left_out(name: str, key: object, why: str, count: int) -> Reward:
-    """Return the reward for a response that cannot be graded, and log a warning for the first NAMED of them.
+    """Return the reward for a response that cannot be graded, and log a warning for the first NAMED such responses.
 
     name: name of the reward. key: key of the response. count: number of ungraded responses on this rank, including this
     one.
@@ -112,7 +112,7 @@ class Grader:
         """name: name of the reward in messages."""
         self.name = name
         self.timeouts = 0
-        """Number of responses whose grading timed out and scored 0."""
+        """Number of responses that scored 0 because grading timed out."""
         self.ungraded = 0
         """Number of responses that could not be graded."""
         self.pending = 0
@@ -120,7 +120,7 @@ class Grader:
         self._done: list[tuple[object, Reward]] = []
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Submit one response for grading without blocking. key: identifies its result. Raises RewardError."""
+        """Submit one response for grading without blocking. key: identifies the result. Raises RewardError."""
         raise NotImplementedError
 
     def poll(self) -> list[tuple[object, Reward]]:
@@ -161,8 +161,8 @@ def as_reward(value: object, finite: bool = True) -> Reward:
     """Check the result of a reward function (a number, `{"score": number, ...}` or a Reward) and return a Reward.
 
     Other numeric entries of a dict become parts; entries that are not finite numbers (such as verl's `pred` text) are
-    dropped. Raises TypeError for values of any other type, and ValueError for a part named `score` or, unless `finite`
-    is False, for a non-finite score.
+    dropped. Raises TypeError for values of any other type. Raises ValueError for a part named `score`, and for a
+    non-finite score unless `finite` is False.
     """
     applies = True
     if isinstance(value, Reward):

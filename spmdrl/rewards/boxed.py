@@ -43,7 +43,7 @@ class _MalformedError(ValueError):
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`, or None if it is missing or
+    r"""Return the content of the last `\boxed{...}`, or of `\boxed x` up to a `$`, or None if the box is missing or
     unclosed.
 
     An escaped brace is part of the answer and does not count as an opening or closing brace.
@@ -68,7 +68,7 @@ def _roots(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    r"""Add the missing braces of `\frac12` and `\frac1{72}`; return text with an incomplete fraction unchanged."""
+    r"""Add the missing braces in `\frac12` and `\frac1{72}`. Text with an incomplete fraction is returned unchanged."""
     out, *rest = text.split(r"\frac")
     made = [out]
     for part in rest:
@@ -113,8 +113,8 @@ def _same(answer: str, truth: str) -> bool:
 
 
 def boxed(item: RewardInput) -> Reward:
-    r"""Return 1 if the last `\boxed{...}` has the ground truth's normal form, else 0; values are not computed.
-    Part `format`: whether there is a box.
+    r"""Return 1 if the last `\boxed{...}` has the ground truth's normal form, else 0. Values are not computed. The part
+    `format` is 1 if there is a box.
     """
     whole = truth_text(item.ground_truth)
     inside = last_box(whole)
@@ -126,7 +126,7 @@ def boxed(item: RewardInput) -> Reward:
 
 
 def _line(text: str) -> str:
-    """Return the first `$...$` in a line, else the whole line; boxes and `_UNWRAPPED` commands are unwrapped."""
+    """Return the first `$...$` in a line, or else the whole line, with boxes and `_UNWRAPPED` commands unwrapped."""
     dollars = text.split("$", 2)
     if len(dollars) == 3:
         # Keep the dollar signs until `_dapo_form` has added braces, because a dollar sign can end up inside braces.
@@ -157,7 +157,7 @@ def _dapo_form(text: str) -> str:
 
 def math_dapo(item: RewardInput) -> Reward:
     """Return 1 if the last `Answer: ...` line in the last 300 characters has the ground truth's normal form, else -1.
-    Parts: `acc`, 1 or 0; `format`, whether there is such a line.
+    The part `acc` is 1 or 0, and the part `format` is 1 if there is such a line.
     """
     truth = _dapo_form(truth_text(item.ground_truth))
     answers = _ANSWER.findall(item.solution[-TAIL:])
@@ -167,7 +167,7 @@ def math_dapo(item: RewardInput) -> Reward:
 
 def math_dapo_boxed(item: RewardInput) -> Reward:
     r"""Return 1 if the last `\boxed{...}` in the last 100 characters is exactly the ground truth, else -1. Unicode
-    minus signs and dashes count as `-`. Parts: `acc`, 1 or 0; `format`, whether there is a box.
+    minus signs and dashes count as `-`. The part `acc` is 1 or 0, and the part `format` is 1 if there is a box.
     """
     truth = truth_text(item.ground_truth).translate(SIGNS)
     answer = last_box(item.solution[-BOX_TAIL:].translate(SIGNS))

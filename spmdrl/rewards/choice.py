@@ -118,9 +118,9 @@ def chosen(solution: str) -> tuple[str | None, bool]:
 
 
 def choice(item: RewardInput) -> Reward:
-    r"""Return 1 if the response chooses the correct letter (case-insensitive): as `Answer: B`, `The answer is B` or
-    `\boxed{B}`, else as `(B)`, else as `B` alone. Part `format`: whether the answer is marked, as in the first three
-    forms.
+    r"""Return 1 if the response chooses the correct letter, ignoring case. The choice is read from `Answer: B`,
+    `The answer is B` or `\boxed{B}`, else from `(B)`, else from `B` alone. The part `format` is 1 if the answer is
+    marked, as in the first three forms.
     """
     text = truth_text(item.ground_truth).strip()
     truth = _TRUTH.fullmatch(text)

@@ -37,15 +37,15 @@ from itertools import *
 from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
 from typing import *
 """
-"""Imports that a graded function may omit, because the coding sites that the tasks come from also add them."""
+"""Imports that a graded function may omit. The coding sites from which the tasks were taken also add these imports."""
 
 
 class CodeGrader:
-    """`code`: 1 if the program passes all tests of its row (docs/programs.md), else 0; `code_partial`: the fraction of
-    tests that it passes. The program is the last fenced Python block, else the last block without a language, or the
-    entire response if there is no block. If the prompt starts the tested function, a response may continue it. Parts:
-    `passed`, `wrong`, `error`, `timeout`, `memory` and `output`, fractions of the tests; `format`, whether there is
-    such a block.
+    """`code` is 1 if the program passes all tests of its row (docs/programs.md), else 0. `code_partial` is the fraction
+    of tests that the program passes. The program is the last fenced Python block, else the last block without a
+    language, or the entire response if there is no block. If the prompt starts the tested function, a response may
+    continue it. The parts `passed`, `wrong`, `error`, `timeout`, `memory` and `output` are the fractions of tests with
+    that result. The part `format` is 1 if there is such a block.
 
     Programs are graded one at a time, in sandboxes that stay open.
     """

@@ -7,10 +7,10 @@
     {"assert_case": ["assert ...", ...]}     SandboxFusion, as verl passes it
 
 A row's ground truth has one of these formats, as a value or as JSON text, or is the Python code of `test` itself.
-Keys missing from the ground truth are taken from the row's other columns, but keys that hold tests (FORM_KEYS) only if
-the ground truth itself has no tests. Sources: https://arxiv.org/abs/2105.09938 (APPS), https://arxiv.org/abs/2403.07974
-(LiveCodeBench), https://arxiv.org/abs/2107.03374 (HumanEval), https://arxiv.org/abs/2108.07732 (MBPP),
-https://github.com/volcengine/verl (verl/utils/reward_score).
+Keys missing from the ground truth are taken from the row's other columns. Keys that hold tests (FORM_KEYS) are taken
+from other columns only if the ground truth itself has no tests. Sources: https://arxiv.org/abs/2105.09938 (APPS),
+https://arxiv.org/abs/2403.07974 (LiveCodeBench), https://arxiv.org/abs/2107.03374 (HumanEval),
+https://arxiv.org/abs/2108.07732 (MBPP), https://github.com/volcengine/verl (verl/utils/reward_score).
 """
 
 import ast

@@ -20,14 +20,14 @@ class Term:
     """One of the combined rewards and its weight."""
 
     name: str
-    """Name of the part that holds this reward's score. Parts of the first reward keep their names; those of the others
-    are named `name/part`."""
+    """Name of the part that holds this reward's score. Parts of the first reward keep their names. Parts of all other
+    rewards are named `name/part`."""
     grader: Grader
     weight: float
 
 
 class CombinedReward(Grader):
-    """Grader that returns the weighted sum of the scores of all combined rewards that apply to the row."""
+    """Grader whose score is the weighted sum over all combined rewards that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
         """gates: names of reward parts (see the module docstring)."""
@@ -36,7 +36,7 @@ class CombinedReward(Grader):
         self.wants_groups = any(term.grader.wants_groups for term in terms)
         self.on_engine = any(term.grader.on_engine for term in terms)
         self._open: dict[object, dict[str, Reward]] = {}
-        self._without = 0  # number of responses to which no reward applies
+        self._without = 0  # number of responses without any reward that applies
 
     def submit(self, key: object, item: RewardInput) -> None:
         """Submit a response to each grader. Raises RewardError."""

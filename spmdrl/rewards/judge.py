@@ -18,7 +18,7 @@ from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput
 from spmdrl.rewards.judge_verdict import VALUES, Question, pair_questions, question
 
 Answer = tuple[list[float], ...] | str
-"""The grades of all votes on each question of a case, or why there are none."""
+"""For each question of a case, the grades of all votes. If there are none, a text that says why."""
 log = logging.getLogger("spmdrl")
 
 
@@ -115,22 +115,22 @@ class Asker:
 
 @dataclass
 class _Group:
-    """Responses that are judged together: all responses to a prompt in comparisons, otherwise a single one."""
+    """Responses that are judged together: all responses to a prompt in comparisons, otherwise a single response."""
 
     keys: list[object] = field(default_factory=list)
     items: list[RewardInput] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
-    """The pair of responses in each case, as indices into the group; (0, 0) for a single response."""
+    """The pair of responses in each case, as indices into the group, or (0, 0) for a single response."""
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
     """Answer for each pair in `pairs`. The answer for two responses covers both orders."""
 
 
 class Judge(Grader):
-    """Grader that has a judge grade each response or compare responses within a group (`compare` in the judge's file).
+    """Grader that asks a judge to grade each response or, with `compare` in the judge's file, to compare responses.
 
-    Responses are compared in both orders, so that the judge's position bias cancels out. The `RewardInput.group`
-    responses of a group are submitted consecutively in sample order, so opponents do not depend on which response
-    finished first.
+    Responses are compared in both orders, so that the judge's position bias cancels out. A group consists of
+    `RewardInput.group` responses, which are submitted consecutively in sample order, so opponents do not depend on
+    which response finished first.
     """
 
     def __init__(self, cfg: JudgeConfig, name: str, asker: Asker):
@@ -202,8 +202,8 @@ class Judge(Grader):
 def _reward_of(answer: Answer, scale: int) -> Reward:
     """Compute a sample's reward from the grades of its votes.
 
-    The score is the mean of the grades divided by `scale`, the highest possible grade. Parts: `grade`, the mean;
-    `agreement`, 1 minus (highest vote - lowest vote) / scale.
+    The score is the mean grade divided by `scale`, the highest possible grade. The part `grade` is the mean grade. The
+    part `agreement` is 1 - (highest grade - lowest grade) / scale.
     """
     if isinstance(answer, str):
         return Reward(math.nan, ungraded=answer)
@@ -216,10 +216,10 @@ def pairs_of(group: int, compare: int) -> list[tuple[int, int]]:
     """Return the pairs of responses to compare, as indices into the group.
 
     Every response gets the same number of opponents. group: number of responses. compare: requested number of opponents
-    per response. If it is at least `group` - 1, all pairs are returned. Otherwise the responses form a ring in sample
-    order, and each is compared with its nearest neighbours on both sides and, for an odd `compare`, also with the
-    response opposite. In an odd-sized group no response is opposite, so each gets one opponent fewer, or two neighbours
-    if `compare` is 1.
+    per response. If `compare` is at least `group` - 1, all pairs are returned. Otherwise the responses form a ring in
+    sample order, and each response is compared with its nearest neighbours on both sides. For an odd `compare`, each is
+    also compared with the response opposite it in the ring. In an odd-sized group no response is opposite, so each gets
+    one opponent fewer, or two neighbours if `compare` is 1.
     """
     if compare >= group - 1:
         steps = list(range(1, group // 2 + 1))
@@ -235,9 +235,10 @@ def _reward_of_pairs(i: int, answers: dict[tuple[int, int], Answer]) -> Reward:
     """Compute the reward of response `i` in a group.
 
     The value of a comparison is the mean over the votes in both orders, with 1 for a win, 0.5 for a tie and 0 for a
-    loss. The score is the mean over comparisons with a verdict in both orders; if there are none, the response is
-    ungraded. Parts: `wins`, the fraction of comparisons with a value above 0.5; `order_agreement`, 1 minus the mean
-    difference between the two orders; `answered`, the fraction of comparisons that have a verdict.
+    loss. The score is the mean over comparisons with a verdict in both orders. If there are none, the response is
+    ungraded. The part `wins` is the fraction of comparisons with a value above 0.5. The part `order_agreement` is 1
+    minus the mean difference between the two orders. The part `answered` is the fraction of comparisons that have a
+    verdict.
     """
     got, apart, failed, mine = [], [], "", 0
     for pair, answer in sorted(answers.items(), key=lambda each: each[0]):

@@ -26,7 +26,7 @@ LONGEST_ANSWER = 4 << 20
 LONGEST_WAIT = 120.0
 """Maximum number of seconds to wait, even if a `Retry-After` header asks for more."""
 UNKNOWN_FORM = (400, 422)
-"""HTTP status codes of a server that does not support the `response_format` or rejects the request text."""
+"""HTTP status codes that a server returns if it does not support the `response_format` or rejects the request text."""
 _PASSING = {408, 409, 425, 429}
 _FIX = {
     401: "set the API key in the environment variable that the judge's key_env names ({key_env}, which is {is_set})",
@@ -77,9 +77,9 @@ class Client:
     def ask(self, body: dict[str, Any]) -> bytes:
         """Send a request and return the response body.
 
-        Raises TryAgainError for rate limits, timeouts, and server or network errors; UnknownFormError if the server
-        rejects the request format; UngradedError if the request is too long; and RewardError, naming the setting to
-        change, if no request can succeed.
+        Raises TryAgainError for rate limits, timeouts, and server or network errors. Raises UnknownFormError if the
+        server rejects the request format, and UngradedError if the request is too long. Raises RewardError if no
+        request can succeed; the message names the setting to change.
         """
         status, after, answer = self._exchange(json.dumps(body).encode())
         if status == 200:
@@ -180,8 +180,8 @@ class Client:
 def _cut(sock: socket.socket) -> None:
     """Shut down a connection from which another thread is reading."""
     with suppress(OSError):
-        # Call the plain socket's method, because the TLS socket's would modify an object that the other thread is
-        # using.
+        # Call the plain socket's method, because the TLS socket's method would modify an object that the other thread
+        # is using.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 

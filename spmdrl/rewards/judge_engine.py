@@ -50,8 +50,8 @@ class JudgeReply:
 
 
 Run = Callable[[JudgeConfig, list[Ask], Callable[[], bool] | None], list[JudgeReply] | None]
-"""Function that generates replies with the engine, calling its third argument meanwhile. Returns None if the rollout
-was abandoned."""
+"""Function that generates replies with the engine and repeatedly calls its third argument while it waits. It returns
+None if the rollout was abandoned."""
 
 
 class EngineAsker(Asker):

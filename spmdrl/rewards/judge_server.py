@@ -1,8 +1,8 @@
 """A judge that runs on a server, with a cache folder that stores its answers by question hash.
 
-Worker threads send the requests and wait for the answers. Verdicts go through a queue to the caller's thread, which is
-the only one that completes cases. Ranks and jobs can share the cache folder, because its files are written atomically.
-The files contain the judge's raw answers, which are parsed again by the same rules when they are read.
+Worker threads send the requests and wait for the answers. Verdicts go through a queue to the caller's thread, and only
+that thread completes cases. Ranks and jobs can share the cache folder, because its files are written atomically. The
+files contain the judge's raw answers, which are parsed again by the same rules when they are read.
 """
 
 import os

@@ -127,7 +127,7 @@ def _symbol(name: str) -> str:
 def _crossed(text: str) -> str:
     r"""Write each cross product of letters as a single symbol, and make the grammar reject all other cross products.
 
-    It recognises vectors by commands such as `\mathbf`, so it must run before `_plain_names` removes these commands.
+    Vectors are recognised by commands such as `\mathbf`, so this must run before `_plain_names` removes these commands.
     """
     if r"\times" not in text:
         return text

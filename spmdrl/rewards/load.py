@@ -102,9 +102,9 @@ def check_ungraded(
 ) -> None:
     """Raise RewardError if more samples are dropped than `--reward.max-ungraded` allows.
 
-    ungraded: number of samples without a score. group: number of samples per prompt; unless the setting is 0 or there
-    is only one prompt, the samples of one prompt may always be dropped, so that a single unreadable row does not stop a
-    small run. env: value of `--env`; if set, the message also names environment failures as a possible cause. why: the
+    ungraded: number of samples without a score. group: number of samples per prompt. All samples of one prompt may be
+    dropped, so that a single unreadable row does not stop a small run, unless the setting is 0 or there is only one
+    prompt. env: value of `--env`; if set, the message also names environment failures as a possible cause. why: the
     environment's reason for the first sample, if known.
     """
     one_row = group if cfg.max_ungraded and group < samples else 0

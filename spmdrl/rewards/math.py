@@ -151,8 +151,8 @@ def _equal(truth: str, answer: str, form: str) -> bool:
 
 def math_reward(item: RewardInput) -> Reward:
     r"""Return 1 if the answer equals the ground truth as text, as a number, or according to math-verify. The answer is
-    the last `\boxed{...}`, else the last `Answer: ...` line, else the end of the response. Part `format`: whether the
-    answer is in a box or such a line.
+    the last `\boxed{...}`, else the last `Answer: ...` line, else the end of the response. The part `format` is 1 if
+    the answer is in a box or such a line.
     """
     whole = truth_text(item.ground_truth)
     boxed = last_boxed(whole)
@@ -178,7 +178,7 @@ def math_reward(item: RewardInput) -> Reward:
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
-    """Load the reward, including slow imports and a first parse that must not count towards the first grading time."""
+    """Load the reward. Run slow imports and a first parse here, so that they do not count as grading time."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # otherwise each call warns that timeouts are disabled
     _equal(r"\frac{1}{2}", "x+1", "line")
     return math_reward

@@ -56,7 +56,7 @@ def _value(m: re.Match) -> Decimal:
 
 
 def _last_number(solution: str) -> Decimal | None:
-    """Return a response's last number, NaN if it has no value or too long an exponent, or None if there is none."""
+    """Return a response's last number, or None if there is none. NaN: it has no value, or its exponent is too long."""
     box = last_box(solution)
     text = solution if box is None else box
     if len(text) > TAIL:  # drop a number whose start is cut off
@@ -86,7 +86,7 @@ def _tolerance(extra: dict, name: str, default: float) -> Decimal:
 
 def numeric(item: RewardInput) -> Reward:
     r"""Return 1 if the last number in the last `\boxed{...}`, or in the response if there is no box, is within the
-    tolerance of the ground truth. Part `format`: whether there is a number.
+    tolerance of the ground truth. The part `format` is 1 if there is a number.
     """
     with localcontext(_EXACT):
         truth, given = _truth_of(item.ground_truth), _last_number(item.solution)

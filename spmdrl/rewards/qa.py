@@ -1,5 +1,6 @@
-"""Rewards that grade the text in the last `<answer>` tags: short answers, and reasoning-gym tasks, where the tags are
-optional.
+"""Rewards that grade the text in the last `<answer>` tags, for short answers and for reasoning-gym tasks.
+
+The tags are optional for reasoning-gym tasks.
 
 Short answers are compared after SQuAD normalisation (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250):
 lower case, no punctuation, no articles, single spaces. Unlike in SQuAD, a number keeps its minus sign and a leading
@@ -55,7 +56,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _truths_of(ground_truth: object) -> list[str]:
-    """Return all correct answers, given as text, a list of texts, or a dict with these in `target` (Search-R1)."""
+    """Return all correct answers, given as text, as a list of texts, or as either in a dict's `target` (Search-R1)."""
     found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
     if not isinstance(found, list):
         return [truth_text(found)]
@@ -65,8 +66,8 @@ def _truths_of(ground_truth: object) -> list[str]:
 
 def exact_match_qa(item: RewardInput) -> Reward:
     """Return 1 if the text in the last `<answer>...</answer>` equals one of the correct answers after SQuAD
-    normalisation, or 0.25 if it does but there are more than 10 opening or more than 10 closing tags, so that repeated
-    guessing does not pay off. Part `format`: whether there are tags.
+    normalisation. A correct answer scores only 0.25 if there are more than 10 opening or more than 10 closing tags, so
+    that repeated guessing does not pay off. The part `format` is 1 if there are tags.
     """
     truths = _truths_of(item.ground_truth)
     answer = _tagged(item.solution)
@@ -78,8 +79,8 @@ def exact_match_qa(item: RewardInput) -> Reward:
 
 
 def reasoning_reward(item: RewardInput) -> Reward:
-    """Return the task scorer's score for the text in `<answer>` tags, or for the whole response if there are no tags,
-    or 0 for an answer that the scorer cannot read. Part `format`: whether there are tags.
+    """Return the task scorer's score for the text in `<answer>` tags, or for the whole response if there are no tags.
+    The score is 0 if the scorer cannot read the answer. The part `format` is 1 if there are tags.
 
     `extra` must have the columns of `reasoning-gym:<task>` prompts: task, config, entry.
     """

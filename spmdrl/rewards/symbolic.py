@@ -121,7 +121,8 @@ def _expression(text: str) -> Any:
 def mentioned(text: str, numbers: bool, alone: bool) -> str:
     """Return the answer that prose mentions: the last formula in LaTeX delimiters, else the last number, else "".
 
-    numbers: accept a number without delimiters. alone: return "" if there are several formulas or numbers.
+    numbers: True to accept a number without delimiters. alone: True to return "" if there are several formulas or
+    numbers.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import parse
@@ -180,7 +181,7 @@ def _names(expression: Any, folded: bool = False) -> set[str]:
 
 
 def _near(a: Any, b: Any) -> bool:
-    """Return whether two numbers are equal up to rounding, or False if neither is a decimal.
+    """Return whether two numbers are equal up to rounding. If neither is a decimal, return False.
 
     Tuples are compared entry by entry.
     """

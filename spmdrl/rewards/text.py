@@ -40,8 +40,8 @@ def to_decimal(text: str) -> Decimal | None:
 def truth_text(ground_truth: object, may_be_empty: bool = False) -> str:
     """Convert a ground truth to the text that graders compare. A float such as 3.0 becomes `3`.
 
-    Raises ValueError for null, NaN, an infinite number, a list or an object and, unless `may_be_empty`, for empty text,
-    because an empty response would then be correct.
+    Raises ValueError for null, NaN, an infinite number, a list or an object. Empty text also raises ValueError unless
+    `may_be_empty`, because an empty response would then be correct.
     """
     if isinstance(ground_truth, float) and math.isfinite(ground_truth):
         text = format(Decimal(repr(ground_truth)), "f")
@@ -56,7 +56,7 @@ def truth_text(ground_truth: object, may_be_empty: bool = False) -> str:
 
 
 def divided(prefill: str) -> tuple[str, str]:
-    """Split a reply's prefill (`--data.prefill`) before an answer marker that it leaves open.
+    """Split a reply's prefill (`--data.prefill`) before an answer marker that the prefill leaves open.
 
     Graders search the response for markers, so the second part is graded together with the response to complete the
     marker. The first part is not graded, because it might repeat numbers from the task.
@@ -84,7 +84,7 @@ def closing(text: str, start: int = 0, braces: re.Pattern = _BRACES) -> int | No
 
 
 def none(item: RewardInput) -> Reward:
-    """Return 0 for every response, for runs in which only a reward model or a teacher scores responses."""
+    """Return 0 for every response, for runs where only a reward model or a teacher scores responses."""
     return Reward(0.0)
 
 
@@ -106,8 +106,8 @@ def exact_match(item: RewardInput) -> Reward:
 
 
 def first_integer(item: RewardInput) -> Reward:
-    """Return 1 if the first number in the response equals the integer ground truth. Part `format`: whether there is a
-    number.
+    """Return 1 if the first number in the response equals the integer ground truth. The part `format` is 1 if there is
+    a number.
     """
     truth = to_decimal(truth_text(item.ground_truth))
     if truth is None or truth != truth.to_integral_value():
@@ -130,7 +130,8 @@ def _gsm8k(item: RewardInput) -> dict[str, float]:
 
 def gsm8k(item: RewardInput) -> Reward:
     """Return 1 if the number after the last `####` equals the ground truth, which is a number or a GSM8K solution
-    ending in `#### n`. Parts: `flexible`, the score of `gsm8k_flexible`; `format`, whether there is a `#### n`.
+    ending in `#### n`. The part `flexible` is the score of `gsm8k_flexible`. The part `format` is 1 if there is a
+    `#### n`.
     """
     found = _gsm8k(item)
     return Reward(found.pop("strict"), found)
@@ -138,7 +139,7 @@ def gsm8k(item: RewardInput) -> Reward:
 
 def gsm8k_flexible(item: RewardInput) -> Reward:
     """Return 1 if the last number in the response equals the ground truth, which has the same forms as for `gsm8k`.
-    Parts: `strict`, the score of `gsm8k`; `format`, whether there is a `#### n`.
+    The part `strict` is the score of `gsm8k`. The part `format` is 1 if there is a `#### n`.
     """
     found = _gsm8k(item)
     return Reward(found.pop("flexible"), found)

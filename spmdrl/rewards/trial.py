@@ -1,9 +1,9 @@
 """Tries a reward on correct, empty and wrong answers to the rows of a data set before a run.
 
 A correct answer is the row's ground truth, written in each of the forms that graders look for. If the reward runs
-programs or the ground truth consists of tests, the row's solution is a correct answer, too, whereas tests themselves
-are not. The best-scoring form counts for the row. A reward that does not score it higher than every wrong answer trains
-the wrong behaviour.
+programs or the ground truth consists of tests, the row's solution is also a correct answer, but the tests themselves
+are not. The best-scoring form counts for the row. A reward that does not score this form higher than every wrong answer
+trains the wrong behaviour.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class Trial:
         return _most([row for row in self.garbage if not row.kind.startswith(OTHER)])
 
     def best_shares(self) -> dict[str, tuple[int, float]]:
-        """Return source -> (number of prompts with a graded correct answer, fraction of them in which it is best)."""
+        """Return source -> (number of prompts with a graded correct answer, fraction of these where it scores best)."""
         best, most = self.best(), self.undeserved()
         out = {}
         for source in dict.fromkeys(self.sources.values()):

@@ -1,8 +1,8 @@
 r"""Splits off the unit of an answer, such as `540 \text{ cm}`, `5\,\mathrm{m}/\mathrm{s}^2` or `12 square feet`.
 
 If one answer has no unit, only the numbers are compared. Answers with different units differ if both units are known,
-such as `5\text{ cm}` and `5\text{ km}`, or both unknown, such as `5\text{ red}` and `5\text{ blue}`. Units are not
-converted.
+such as `5\text{ cm}` and `5\text{ km}`, or if both are unknown, such as `5\text{ red}` and `5\text{ blue}`. Units are
+not converted.
 """
 
 import re
@@ -18,10 +18,10 @@ _NAMES = (
     "|euro eur|sterling gbp|yen jpy|celsius|fahrenheit"
 )
 _UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
-"""Canonical unit name by each of its names, in lower case and singular."""
+"""Unit name in lower case and singular -> canonical name of the unit."""
 _SPEEDS = re.compile(r"\b(?:(mph)|kph|kmph|kmh)\b")
 _SIGN_OF = {"degree1": "celsius1 fahrenheit1", "prime1": "ft1 min1", "doubleprime1": "in1 s1", "sterling1": "lb1"}
-"""Units that a sign can stand for, by the sign's normal form; a prime, for example, can mean feet or minutes."""
+"""Normal form of a sign -> units that it can stand for. For example, a prime can mean feet or minutes."""
 _CHANGING = re.compile(
     r"^[^A-Za-z]*(?:squared|cubed|factorial|root)(?![A-Za-z])"
     r"|(?<![A-Za-z\\])(?:hundred|thousand|million|billion|trillion|dozen|below|above"

@@ -19,8 +19,8 @@ def conversation_lines(
 ) -> list[str]:
     """Format an episode as lines without control characters, with turns in sampling order.
 
-    A single-turn episode without an environment becomes one line `prompt -> response`. The line of a turn that starts a
-    branch names the turn before the branch.
+    A single-turn episode without an environment becomes one line `prompt -> response`. If a turn starts a branch, its
+    line names the turn before the branch.
 
     reader: parses the tool calls in sampled turns, or None for a run without an environment.
     """

@@ -42,7 +42,7 @@ def fail(name: str, state: str, fix: str) -> Finding:
 
 
 def either(bad: bool, needed: bool, name: str, state: str, fix: str) -> Finding:
-    """Return an `ok` finding, or if `bad`, a `fail` finding if `needed` and a `warn` finding otherwise."""
+    """Return an `ok` finding if not `bad`. Otherwise return a `fail` finding if `needed`, or else a `warn` finding."""
     if not bad:
         return ok(name, state)
     return fail(name, state, fix) if needed else warn(name, state, fix)

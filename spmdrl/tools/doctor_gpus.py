@@ -9,7 +9,7 @@ from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
 from spmdrl.tools.doctor_software import ROOT
 
 BUSY = 0.05
-"""Fraction of GPU memory in use above which another program is assumed to be running on it."""
+"""If more than this fraction of a GPU's memory is in use, another program is assumed to be running on the GPU."""
 
 
 def torch_imports() -> bool:

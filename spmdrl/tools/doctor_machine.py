@@ -26,16 +26,16 @@ FEW_FILES = 256
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that torchrun sets for each rank."""
 SLOW = 100.0
-"""Write speed in MB/s below which checkpointing a large model takes many minutes."""
+"""Minimum write speed in MB/s. On a slower disk, checkpointing a large model takes many minutes."""
 LITTLE = 20 * GIB
-"""Free disk space in bytes below which the next checkpoints might not fit."""
+"""Minimum free disk space in bytes. With less space, the next checkpoints might not fit."""
 
 
 def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = GIB) -> Finding:
     """Check that enough shared memory is free.
 
-    several_gpus: whether too little memory is a failure instead of a warning. least: free bytes below which NCCL and
-    vLLM can fail on several GPUs; Docker's default size is 64 MiB.
+    several_gpus: True to report too little memory as a failure instead of a warning. least: minimum number of free
+    bytes. With less, NCCL and vLLM can fail on several GPUs. Docker's default size is 64 MiB.
     """
     try:
         disk = os.statvfs(path)
@@ -120,7 +120,7 @@ def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ
 
 
 def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[str, str] = os.environ) -> Finding:
-    """Check the address that the host name resolves to and gloo binds to; other nodes cannot connect to 127.0.1.1."""
+    """Check the host name's address, which gloo binds to. Other nodes cannot connect to an address such as 127.0.1.1."""
     name = name or socket.gethostname()
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
     try:

@@ -1,7 +1,7 @@
 """Measures all-reduce and all-to-all between ranks, and checks their results and the nodes' clocks.
 
 Bandwidth is the bus bandwidth of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
-bytes x 2 (n - 1) / n for an all-reduce and bytes x (n - 1) / n for an all-to-all among n ranks, divided by the seconds.
+bytes x 2 (n - 1) / n for an all-reduce and bytes x (n - 1) / n for an all-to-all among n ranks, per second.
 """
 
 import json
@@ -119,11 +119,11 @@ def together(
     """Start this node's ranks of a group, measure, and return the measurements.
 
     Args:
-        first: the lowest rank on this node; its other ranks follow.
+        first: the lowest rank on this node. The node's ranks are consecutive.
         here: number of ranks on this node.
         size: number of ranks on all nodes.
         where: address and port that rank 0 listens on.
-        gpus: number of GPUs on this node; if there are fewer than ranks here, the ranks run on the CPU.
+        gpus: number of GPUs on this node. If there are fewer GPUs than ranks here, the ranks run on the CPU.
         mib: size of a buffer in MiB.
         limit: timeout in seconds for startup and measurements together.
     """

@@ -38,7 +38,7 @@ PROG = "python -m spmdrl.tools.doctor"
 SKEW = 1.0
 """Maximum allowed clock difference between two nodes, in seconds; above it, their logs cannot be put in order."""
 JOIN = 60.0
-"""Timeout in seconds for ranks started by torchrun to wait for each other."""
+"""How long ranks started by torchrun wait for each other, in seconds."""
 PAIR = 25.0
 """Timeout in seconds for one round of the pairwise network test, including process startup and waiting for a late
 partner."""
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _writable(file: Path) -> Path:
-    """Check that a file can be written; return the path of a temporary file to rename to it once complete.
+    """Check that a file can be written, and return the path of a temporary file to write first and then rename.
 
     Raises:
         FolderError: the file cannot be written.
@@ -210,7 +210,7 @@ def _two_ranks(gpus: int, quick: bool) -> Finding:
 
 
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
-    """Return the finding about bandwidth and correctness of a group of ranks."""
+    """Return a finding that reports a rank group's bandwidth, or why the measurement failed."""
     if found.error:
         fix = "fix the lines above first; NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL prints details"
         return fail(name, found.error, fix)
@@ -228,7 +228,7 @@ def clocks(found: doctor_ranks.Measured) -> Finding:
 
 
 def _all_nodes(options: argparse.Namespace) -> list[dict]:
-    """Return the reports of all nodes, on all ranks; the first rank on each node runs its checks. Collective.
+    """Return the reports of all nodes, on every rank. The first rank on each node runs that node's checks. Collective.
 
     Raises:
         FolderError: on all ranks, if --config cannot be read or --dir cannot be written to on any node.

@@ -15,7 +15,7 @@ from spmdrl.tools.doctor_machine import hub_is_off
 
 MODELS = ("model.path", "reference.path", "critic.path", "process_reward.path", "reward.model", "safety.cost_model")
 FUNCTIONS = {"reward.function": "compute_score", "algo.loss": "", "algo.advantage": "", "filter.keep": ""}
-"""Setting that can name a function in a file -> function to use if the value names only the file."""
+"""Setting that can name a function in a file -> default function if the value names only the file."""
 Query = Callable[[str, str], str]
 """Looks up a repository on the hub by kind (`model`, `dataset`) and name, like `query_hub`."""
 
@@ -41,7 +41,7 @@ def settings(config: Config, gpus: int, quick: bool, query: Query = query_hub) -
     named = {name: get(config, name) for name in MODELS}
     # `reward.model` may be a file that names a model; validating the settings has already read the file.
     named["reward.model"] = model_path(named["reward.model"])
-    # Settings with the same model share one line, which names the first of them.
+    # Settings with the same model share one line, which names the first such setting.
     for path in dict.fromkeys(path for path in named.values() if path):
         found.append(model(flag(next(name for name in MODELS if named[name] == path)), path, config, hub))
     found.append(data("--data.train", config.data.train, config, hub))
@@ -80,7 +80,7 @@ def _gpu_needs(config: Config) -> list[str]:
 def model(name: str, path: str, config: Config, query: Query | None) -> Finding:
     """Check that a model's folder, file or hub name exists, without downloading or converting anything.
 
-    name: the flag. path: its value. query: looks up a name on the hub, or None to not query it.
+    name: the flag. path: the flag's value. query: looks up a name on the hub. Use None to skip the lookup.
     """
     from spmdrl.hub.folder import TINY, check_folder
     from spmdrl.hub.gguf import find_package_gguf

@@ -36,7 +36,7 @@ def locked(name: str) -> str:
 
 
 def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = None) -> list[str]:
-    """Return the requirements of a package that this environment does not meet, as text. Extras are ignored.
+    """Return a package's requirements that this environment does not meet, as text. Extras are ignored.
 
     needs: requirements to check instead of the package's own.
     """
@@ -114,8 +114,8 @@ def _vllm(name: str, needed: bool, gpus: int, lookup: Lookup) -> Finding:
 def _optional(title: str, name: str, have: str, needed: bool, fix: str = "", more: str = "") -> Finding:
     """Check an optional package's version against launch/locks.
 
-    have: the installed version, or empty if there is none. needed: whether the settings need it. fix: how to install
-    it.
+    have: the installed version, or empty if there is none. needed: whether the settings need the package. fix: how to
+    install the package.
     """
     if not have:
         return fail(title, "not installed", fix) if needed else ok(title, f"not installed ({fix})")
@@ -141,7 +141,7 @@ def triton(gpus: int) -> Finding:
 
 
 def flash_attention() -> Finding:
-    """Check that flash-attn, which is optional, can be imported with this torch version if it is installed."""
+    """If flash-attn (an optional package) is installed, check that it can be imported with this torch version."""
     have = installed("flash-attn")
     if not have:
         return ok("flash-attn", "not installed; `--policy.attention auto` uses torch's kernels")

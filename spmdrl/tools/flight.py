@@ -2,9 +2,9 @@
 
 A flight record is a file that a rank writes when the run fails, with its stack and its latest collectives in each
 process group. For every group, the report shows the first collective whose operation or sizes differ between ranks,
-with the file and line on each rank. If there is none, it shows the ranks that did not reach the latest collective, and
-the first collective that ranks started at different lines. It also lists ranks that left no record because they were
-killed or their machine is gone.
+with the file and line on each rank. If all match, the report shows the ranks that did not reach the latest collective,
+and the first collective that ranks started at different lines. It also lists ranks that left no record because they
+were killed or their machine is gone.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RAGGED = ("alltoall", "all_to_all", "gather", "scatter")
-"""Substrings of the names of collectives whose sizes may differ between ranks."""
+"""Name substrings of collectives whose sizes may differ between ranks."""
 NUMBER = (int, float)
 _ROW = {"number": int, "op": str, "place": str, "sizes": object}
 SHAPE = {
@@ -41,7 +41,7 @@ def _wrong(value: Any, shape: Any, name: str = "") -> str:
 
 
 def read(folder: Path) -> list[dict]:
-    """Return the records of the latest failure in a run folder, in file name order.
+    """Return the records of the latest failure in a run folder, sorted by file name.
 
     Raises:
         ValueError: there are no records, or one of them cannot be read.
@@ -68,7 +68,7 @@ def _kind(row: dict) -> str:
 
 
 def compare(records: list[dict]) -> list[str]:
-    """Return lines about the collectives in which ranks differ, per group, or an empty list if they do not differ."""
+    """Return lines that describe how the collectives of each group differ between ranks, or an empty list."""
     lines = []
     names = sorted({name for record in records for name in record["groups"]})
     for name in names:

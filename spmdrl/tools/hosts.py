@@ -2,8 +2,8 @@
 
 In a SLURM job, srun starts the command. Otherwise ssh starts `python -m spmdrl.tools.hosts` on each host. That process
 reads environment variables and a command from stdin (the ssh connection) and runs the command. It then reads signal
-numbers and forwards these signals to the command, which it terminates when the connection closes. This module imports
-only the standard library, so that it runs with any host's Python.
+numbers and sends these signals to the command. When the connection closes, it terminates the command. This module
+imports only the standard library, so that it runs with any host's Python.
 """
 
 import contextlib

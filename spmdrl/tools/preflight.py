@@ -2,9 +2,9 @@
 
 The doctor checks every node. Then neighbouring nodes measure all-reduce and all-to-all bandwidth, with all pairs of a
 round in parallel. A node is bad if it does not answer, if a check fails, if it has a different number of GPUs than most
-nodes, or if its bandwidth is below the floor with every neighbour and, in a second measurement, with a good node. As
-many good nodes as the job needs are printed on stdout; bad nodes are printed on stderr with the reason. The preflight
-runs outside the job's container, so it needs no installed packages.
+nodes, or if its bandwidth is below the floor with every neighbour and, in a second measurement, with a good node. The
+preflight prints as many good nodes as the job needs on stdout, and bad nodes with reasons on stderr. It runs outside
+the job's container, so it needs no installed packages.
 """
 
 import argparse
@@ -42,10 +42,10 @@ class TooFewError(ValueError):
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds of neighbour pairs: at most two, or three for three nodes. Each round contains a node at most once.
+    """Return at most two rounds of neighbour pairs, or three for three nodes. A node occurs at most once per round.
 
-    An even number of nodes forms a ring, an odd number a chain. Three nodes also form a ring, because the middle node
-    of a chain would be in every pair.
+    An even number of nodes forms a ring, and an odd number forms a chain. Three nodes also form a ring, because the
+    middle node of a chain would be in every pair.
     """
     n = len(hosts)
     pairs = [(hosts[i], hosts[i + 1]) for i in range(n - 1)]
@@ -69,7 +69,7 @@ def parse_rounds(text: str) -> list[list[Pair]]:
 
 
 def port_of(base: int, text: str, number: int, pair: Pair) -> int:
-    """Return the port that a pair's first node listens on; each pair uses its own, since nodes may share a machine."""
+    """Return the port that a pair's first node listens on. No two pairs share a port, as nodes may share a machine."""
     rounds = parse_rounds(text)
     place = sum(map(len, rounds[:number])) + rounds[number].index(pair)
     # The second measurement uses different ports, because those of the first may still be in use.
@@ -160,7 +160,7 @@ def choose(
     Args:
         hosts: nodes of the job, spares included.
         need: number of nodes that the job needs.
-        look: runs the doctor on nodes: (nodes, rounds, only pairs, timeout in seconds) -> the reports received.
+        look: runs the doctor on nodes. It maps (nodes, rounds, only pairs, timeout in seconds) to the reports received.
         floors: minimum all-reduce and all-to-all bandwidths of a pair, in 1e9 bytes per second.
         say: prints a line.
         dead: nodes that are known to be down, with the reasons.

@@ -1,6 +1,6 @@
 """Recomputes an optimizer step whose gradient norm spiked: `python -m spmdrl.tools.replay RUN/spikes/step_000012`.
 
-A single process recomputes the loss, the gradient norm and the contributions of episodes to them, from the batch that
+A single process recomputes the loss, the gradient norm and how much episodes contribute to each. It uses the batch that
 the run saved and the weights of the last checkpoint before the step. It takes no optimizer step and writes no files.
 
     --model PATH   use the weights of this folder or hub name instead (as --model.path)
@@ -158,7 +158,7 @@ def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | No
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
-    # The run also called `choose_form`, so both use the same form of the model and compute the same numbers.
+    # The run also called `choose_form`, so run and replay use the same form of the model and compute the same numbers.
     choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
     # There is no optimizer step, so only the checkpoint's weights are loaded.
     model.optimizer, optimizer = None, model.optimizer
@@ -226,10 +226,11 @@ def _episode(batch: "Batch", index: int) -> "Batch":
 
 
 def _table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader) -> Iterator[str]:
-    """Yield a table of episodes: first those with a non-finite loss or gradient, then by descending gradient norm.
+    """Yield a table of episodes, sorted by descending gradient norm.
 
-    If all are finite, only the episodes with the largest |loss| and |logp - old_logp| are compared, since each norm
-    takes a backward pass. reader: parses tool calls, or None for a run without an environment.
+    Episodes with a non-finite loss or gradient come first. If all are finite, only the episodes with the largest |loss|
+    and |logp - old_logp| are compared, since each norm takes a backward pass. reader: parses tool calls, or None for a
+    run without an environment.
     """
     from spmdrl.data.pack import to_episodes
 
