@@ -49,7 +49,7 @@ def way_to_gather(choice: str, size: int) -> str:
 
 
 def axis_product(config: Config) -> int:
-    """Return the product of all axis sizes except dp_shard, ep and etp; the last two reuse the same ranks."""
+    """Return the product of all axis sizes except dp_shard, and except ep and etp, which reuse the same ranks."""
     axes = config.parallel
     return axes.dp_replicate * axes.sp * axes.cp * axes.tp * axes.pp
 

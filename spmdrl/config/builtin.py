@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in reward: a function in a module of `spmdrl.rewards` with the reward's name, unless `pooled`."""
+    """A built-in reward. Unless `pooled`, it is the function of the same name in a module of `spmdrl.rewards`."""
 
     module: str
     pooled: bool = False
-    """True if the reward can be slow, so that it runs in grading processes, which get the function from the module's
+    """True if the reward can be slow. It then runs in grading processes, which get the function from the module's
     `load(name, settings)`."""
     runs_programs: bool = False
     """True if the reward can run programs and therefore needs the sandbox."""
     has_clocks: bool = False
     """True if the reward limits its own run time, so that no response can make it time out."""
     documented: str = ""
-    """Class or function in the module whose docstring describes the score, if its name is not the reward's."""
+    """Name of the class or function whose docstring describes the score, if it differs from the reward's name."""
 
 
 REWARDS: dict[str, BuiltIn] = {

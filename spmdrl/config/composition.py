@@ -91,8 +91,8 @@ def needs(cfg: Any) -> frozenset[str]:
 
 
 def old_logp(cfg: Any) -> str:
-    """Return how old_logp is obtained: from the forward pass of the update (`update`), a separate one before it
-    (`policy`) or the engine (`rollout`).
+    """Return how old_logp is obtained: from the update's forward pass (`update`), from a separate forward pass before
+    the update (`policy`), or from the engine (`rollout`).
 
     Raises ValueError as `needs` does.
     """

@@ -1,7 +1,7 @@
 """Declarations of settings: default, valid values, the jobs that read them, and whether a resume may change them.
 
-A setting that is a plain field, without `setting`, accepts every value of its type and is read by every job that has
-its section; a resume must keep it unless the section declares `FREE`.
+A setting declared as a plain field, without `setting`, accepts every value of its type. Every job that has the section
+reads this setting. A resume must keep its value unless the section declares `FREE`.
 """
 
 import dataclasses
@@ -68,10 +68,10 @@ def setting(
 ) -> Any:
     """Return a dataclass field for a setting.
 
-    rule: its valid values. free: the reason why a resume may change it, or "" if a resume must keep it. A section in
-    which a resume may change every setting declares the reason once, as `FREE`. only_with: function of a job's settings
-    that returns True if the job reads this one, or None if every job does (`use.py`). unread_by: jobs without a flag
-    for the setting (`hides`).
+    rule: the valid values. free: the reason why a resume may change the setting, or "" if a resume must keep it. If a
+    resume may change every setting in a section, the section declares the reason once, as `FREE`. only_with: function
+    that takes a job's settings and returns True if the job reads this setting, or None if every job reads it
+    (`use.py`). unread_by: jobs without a flag for the setting (`hides`).
     """
     return dataclasses.field(
         default=default, metadata={"rule": rule, "free": free, "only_with": only_with, "unread_by": unread_by}

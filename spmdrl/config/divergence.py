@@ -22,7 +22,7 @@ class DivergenceConfig:
 
 
 def divergence_problems(config: Any, section: str) -> list[str]:
-    """Return a line for each setting that conflicts with the divergence in `config`'s section `section`."""
+    """Return a line for each setting that conflicts with the divergence settings in the section `section`."""
     chosen, problems = getattr(config, section), Problems(config)
     if config.model.dtype == "float16":
         problems.add("model.dtype", "a divergence from a teacher has no loss scale; take bfloat16 or float32")

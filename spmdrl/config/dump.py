@@ -1,4 +1,4 @@
-"""Converts configs to YAML for `--config` and to dicts for trackers, and diffs them; removes secrets."""
+"""Converts configs to YAML for `--config` and to dicts for trackers, compares configs, and removes secrets."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def redact(name: str, value: Any) -> Any:
 
 
 def _redact_json(text: str) -> str:
-    """Return a JSON text without credentials, including the values of keys with secret-sounding names."""
+    """Return a JSON text without credentials. Values of keys whose names suggest a secret are also removed."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -60,7 +60,7 @@ def _redact_json(text: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return a text without credentials, recognised by their format or as values of variables such as `HF_TOKEN`."""
+    """Return a text without credentials. They are recognised by format, or as a value of a variable like `HF_TOKEN`."""
     for name, value in os.environ.items():
         if len(value) >= LEAST and value in text and _SECRET_VARIABLE.search(name):
             text = text.replace(value, REDACTED)

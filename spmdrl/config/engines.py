@@ -80,7 +80,7 @@ def sglang_python() -> Path | None:
 
 
 def engine_problems(config: Config, world_size: int, here: bool = True) -> list[str]:
-    """Return a line for each setting that the engine refuses or that conflicts with its settings.
+    """Return a line for each setting that the engine refuses or that conflicts with the engine's settings.
 
     world_size: number of sampling ranks, or 0 if unknown. here: as in `checks.run_problems`.
     """
@@ -182,5 +182,5 @@ alone."""
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """Return the parts of the policy that are sent to engines; if there are two, only the second changes later."""
+    """Return the parts of the policy that are sent to engines. If there are two parts, only the second one changes."""
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

@@ -14,10 +14,10 @@ from spmdrl.config.schema import Config, RewardConfig
 from spmdrl.config.yaml_file import SUFFIXES, read_settings, read_text
 
 ROWS = "rows"
-"""Value of `--env` for which each row names its own environment, in its column `env`."""
+"""Value of `--env` that lets each row name its own environment, in its column `env`."""
 COLUMN = "env"
 OWN_REWARD = "environment"
-"""Value of `--reward.function` for which an episode's reward is the sum of its environment's rewards."""
+"""Value of `--reward.function` that makes an episode's reward the sum of its environment's rewards."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class EnvironmentConfig:
     on_timeout: Literal["tell", "end"] = "tell"
     """Response to a call that times out: the model gets a message about it (`tell`), or the episode ends (`end`)."""
     longest_answer: int = setting(10_000, COUNT)
-    """Maximum number of characters of a tool's answer that the model reads. Longer answers are cut, with a marker at
+    """Maximum length, in characters, of a tool answer that the model reads. Longer answers are cut, with a marker at
     the cut."""
     cut: Literal["head", "tail", "middle"] = "middle"
     """Which part of a tool answer longer than `longest_answer` to keep: its beginning (`head`), its end (`tail`), or

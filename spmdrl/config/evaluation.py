@@ -75,8 +75,8 @@ def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> schema.Config
     """Return the settings of a run that only evaluates, with the models that sample and score but no reference or
     checkpoints.
 
-    `data.train` also names the evaluation prompts. prompts: as `--eval.prompts`. steps: number of training steps: 0,
-    since no model is trained, or 1 for checks that need a step.
+    `data.train` also names the evaluation prompts. prompts: as `--eval.prompts`. steps: number of training steps, which
+    is 0 because no model is trained, or 1 for checks that need a step.
     """
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
     names = ("model", "parallel", "policy", "rollout", "env", "reward", "sandbox", "tracking")

@@ -36,8 +36,8 @@ class JudgeConfig:
     """Grading instructions for the judge. Empty: a rubric that asks for correctness first, then for completeness and
     clarity."""
     compare: int = setting(0, NOT_NEGATIVE)
-    """Maximum number of other responses in its group that each response is compared with, each in both orders. 0: every
-    response is graded on its own."""
+    """Maximum number of other responses in the group to compare each response with, in both orders. 0: every response
+    is graded on its own."""
     votes: int = setting(1, COUNT)
     """Number of answers (votes) requested from the judge per question; their grades are averaged."""
     scale: int = setting(10, COUNT)
@@ -109,7 +109,7 @@ def graded_by(file: str) -> str:
     """Return a fingerprint of the settings that affect a judge's grades. Raises ValueError as `read_judge` does."""
     judge = read_judge(file)
     decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
-    # These settings are included only if set, so that the result is unchanged from older versions for other judges.
+    # These settings are included only if set, so that judges without them keep the fingerprint of older versions.
     more = {"compare": judge.compare} if judge.compare else {}
     if judge.engine:
         more |= {name: getattr(judge, name) for name in ("engine", *OF_ENGINE, "retries")}

@@ -23,13 +23,13 @@ Entry = tuple[str, Given]
 METHOD = ("algo.preset", "algo.loss", "algo.advantage")
 """Settings that determine which other settings a preset sets."""
 SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
-"""Defaults for SimPO. Its log-probabilities are averaged over tokens and therefore small; beta is 2 to 2.5, and gamma
-is half of beta (https://arxiv.org/abs/2405.14734)."""
+"""Defaults for SimPO. Its log-probabilities are averaged over tokens and therefore small, so the paper uses a beta of 2
+to 2.5 and a gamma of half of beta (https://arxiv.org/abs/2405.14734)."""
 ORIGIN = "a run of your own"
 DEMO_LR = OptimizerConfig.lr
 LR, LORA_FACTOR = 1e-6, 10
-"""Default learning rate for reinforcement learning without adapters, and the factor by which it is increased with
-adapters (https://thinkingmachines.ai/blog/lora)."""
+"""Default learning rate for reinforcement learning without adapters, and the factor that multiplies it with adapters
+(https://thinkingmachines.ai/blog/lora)."""
 NEW_TOKENS = 1024
 MANY = 1 << 30
 CRITIC_LR = "1e-05"
@@ -161,8 +161,8 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
     """Return the entries overridden by a preset in a later layer, each with a line for the user, which can be empty.
 
     A preset overrides the loss, the advantage and all other settings that it sets, if they come from earlier layers. If
-    it changes the loss (or the advantage), it also discards earlier settings in `algo` that losses (or advantages)
-    read. Entries in the same layer as the preset override it.
+    the preset changes the loss (or the advantage), it also discards earlier settings in `algo` that losses (or
+    advantages) read. Entries in the same layer as the preset override it.
 
     layers: the entries of each file, then those of the command line.
     """
@@ -198,9 +198,10 @@ def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
 
 
 def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
-    """Return the method entries in a run's config.yaml whose value is just that of the preset or the default.
+    """Return the method entries in a run's config.yaml whose value is merely the preset's value or the default.
 
-    They must not override a newly chosen method. If preset, loss and advantage are unchanged, the result is empty.
+    Such entries must not override a newly chosen method. If preset, loss and advantage are unchanged, none are
+    returned.
     found: the file's entries. every: entries from all files and flags.
     """
     theirs, chosen = ([_last(given, name) for name in METHOD] for given in (found, every))

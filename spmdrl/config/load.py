@@ -4,9 +4,9 @@ Entries in YAML files are converted to flags and parsed by tyro like the command
 like mistakes in flags. A value is parsed according to its field's type rather than YAML's: `lr: 1e-5` is a float (a
 string in YAML 1.1), and `enabled: off` is the word `off` (false in YAML 1.1).
 
-Files apply in the order given, and flags after all files; later values override earlier ones, so a flag overrides every
-file, wherever it is on the command line. A preset overrides earlier files; the other entries in the file or command
-line that names the preset override it.
+Files apply in the order given, and flags after all files. Later values override earlier ones, so a flag overrides every
+file, wherever the flag is on the command line. A preset overrides earlier files. Other entries in the same file or on
+the same command line override the preset.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ NEGATED = dict.fromkeys(TRUE, "false") | dict.fromkeys(FALSE, "true")
 ALIASES = {"deterministic": "run.deterministic", "no_deterministic": "run.no_deterministic"}
 """Short form of a flag -> the setting that it sets."""
 PRINTING = 20.0
-"""Seconds that the other ranks wait before they exit so that rank 0 can print first, because torchrun kills all ranks
-when one exits."""
+"""Seconds that all ranks except 0 wait before they exit. torchrun kills all ranks when one exits, so waiting lets rank
+0 print first."""
 # Command-line flags that are not run settings.
 _FILES = Annotated[tuple[str, ...], tyro.conf.arg(help="YAML file with settings; may be given again, later wins.")]
 _DRY_RUN = Annotated[bool, tyro.conf.arg(help="Print the resolved config and the plan, and stop.")]
@@ -55,7 +55,8 @@ def from_command_line(
         argv: command-line arguments without the program name; None means those in sys.argv.
         prog: name shown by `--help`.
         schema: a dataclass of dataclasses: the sections that the entry point reads.
-        also: schemas of other entry points whose files are also accepted, ignoring settings that `schema` lacks.
+        also: schemas of other entry points. Their files are accepted, too, and settings that `schema` lacks are
+            ignored.
 
     Raises:
         ConfigError: names are unknown or files cannot be read (the message lists all), or a value has the wrong type.
@@ -93,8 +94,8 @@ def _layered(
     """Return the entries of all layers in order. A method chosen in a later layer discards entries for earlier methods.
 
     Returns:
-        The entries, where later ones override earlier ones; the origins (files, command line) written by a user, which
-        excludes files written by a run; and lines that tell the user about replaced entries and defaults.
+        (entries, origins, notes). Later entries override earlier ones. The origins are the entries' files and the
+        command line, except for files written by a run. The notes tell the user about replaced entries and defaults.
     """
     read = [raw.read_yaml(path, problems) for path in files]
     given, by_hand = [*read, from_flags], {COMMAND_LINE}
@@ -150,10 +151,10 @@ def load_or_exit(
     check: Callable[[C, int], None] | None = checks.check,  # type: ignore[assignment]
     also: tuple[type, ...] = (),
 ) -> Loaded[C]:
-    """Load and check the settings of an entry point; on a user error, all ranks exit with code 2 and a single message.
+    """Load and check the settings of an entry point. On a user error, all ranks exit with code 2 and a single message.
 
-    The world size is torchrun's WORLD_SIZE, or 1 without it. Every rank reads the same arguments, so all ranks exit.
-    Settings that the job would not read are refused, too (`use.py`).
+    The world size is torchrun's WORLD_SIZE, or 1 without torchrun. All ranks read the same arguments, so all of them
+    exit. Settings that the job would not read are refused, too (`use.py`).
     """
     try:
         loaded = from_command_line(argv, prog, schema, also)

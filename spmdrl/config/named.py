@@ -51,7 +51,7 @@ def file_problems(name: str, value: str, default: str) -> list[str]:
 
 
 def function_tables() -> dict[str, Mapping[str, Any]]:
-    """Return setting (dotted name) -> table of functions that it chooses from."""
+    """Return dotted name of a setting -> table of the functions that the setting can name."""
     # Lazy imports: algos/ needs torch, but `--help` must work without it.
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.filters import FILTERS

@@ -44,10 +44,10 @@ def inside(folder: Path, *names: str) -> Path:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Refuse a run folder if a file that the run writes or deletes is a link to outside the folder.
+    """Refuse a run folder if a file that the run writes or deletes is a link that leads outside the folder.
 
-    The folder itself can be a link, so that a run can be on another disk; the link `checkpoints/latest` is replaced and
-    never followed. Raises ValueError with the path of the link.
+    The folder itself can be a link, so that a run can be on another disk. The link `checkpoints/latest` is not checked,
+    because the run replaces it and never follows it. Raises ValueError with the path of the link.
     """
     written = [place for place in _listed(folder) if any(fnmatchcase(place.name, name) for name in WRITTEN)]
     for name in FOLDERS:

@@ -33,9 +33,9 @@ def how_to_have_more(count: int) -> str:
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
-    """Return a line if no rank is left to sample or to train, or for each setting that needs `split` but lacks it.
+    """Return a line if no rank is left to sample or to train, and a line for each setting that needs `split`.
 
-    If there is any line, the number of training ranks might be wrong, so the mesh axes cannot be checked.
+    If there are any lines, the number of training ranks might be wrong, so the mesh axes cannot be checked.
     """
     parallel, problems = config.parallel, Problems(config)
     if parallel.placement == "colocated":

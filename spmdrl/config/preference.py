@@ -81,7 +81,7 @@ class FixedModelConfig:
 
 
 def read_as(name: str) -> Callable[[Any], bool]:
-    """Return a predicate on a job's settings: whether one of the job's losses reads the setting `name`."""
+    """Return a function that takes a job's settings and returns True if any of its losses reads the setting `name`."""
     return lambda c: any(name in loss.reads for loss in rows_of(c.preference))
 
 
@@ -114,7 +114,7 @@ class PreferenceMethod:
     """Gamma of the simpo loss: target margin between beta times the mean logp of the chosen and of the rejected
     response. The default is 1 if simpo is the only loss."""
     tail: float = setting(1.0, UNIT, only_with=read_as("tail"))
-    """Weight of the logp of those tokens of the longer response that are beyond the length of the shorter one (LD-DPO,
+    """Weight of the logp of the longer response's tokens beyond the shorter response's length (LD-DPO,
     https://arxiv.org/abs/2409.06411)."""
     weighted: bool = setting(False, only_with=read_as("weighted"))
     """Weight each pair by its probability under the policy (WPO, https://arxiv.org/abs/2406.11827)."""
@@ -161,7 +161,7 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
 
 
 def rows_of(method: PreferenceMethod) -> "list[PreferenceLoss]":
-    """Return the `PreferenceLoss` of each of the method's losses except `sft`, which has none.
+    """Return the `PreferenceLoss` entry of each loss in the method, except `sft`, which has no entry.
 
     Raises ValueError as `losses_of` does.
     """

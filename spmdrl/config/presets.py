@@ -1,7 +1,7 @@
 """Presets: published methods by name, each as values for settings that YAML files and flags override.
 
-A preset specifies an advantage, a loss and an aggregation, plus any other settings that differ from their defaults;
-other constants of a method are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets.
+A preset specifies an advantage, a loss and an aggregation, plus any other settings that differ from their defaults. A
+method's other constants are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets.
 """
 
 import dataclasses

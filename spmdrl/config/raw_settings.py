@@ -18,16 +18,16 @@ COMMAND_LINE = "command line"
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 MOST_NODES, MOST_LEVELS = 10_000, 8
-"""Maximum number of entries and of section levels in a YAML file; entries repeated by an alias count each time."""
+"""Maximum number of entries in a YAML file, and maximum nesting depth. Entries repeated by an alias count each time."""
 RESAMPLE, POWER = "filter.resample", "filter.resample_power"
 """The setting for the resampling method, and the key for its power in files from other versions."""
 CONTROLLER, TARGET, DEFAULT_TARGET = "algo.kl_controller", "algo.kl_target", "0.1"
-"""The KL controller key in files from other versions, the setting that replaces it, and the default of this setting for
+"""The KL controller key in files from other versions, the setting that replaces the key, and that setting's default for
 such files."""
 RESHARD, GATHER = "policy.reshard_after_forward", "policy.gather"
 CHOICES = {RESHARD: (GATHER, "", "once"), "policy.liger": ("policy.liger", "on", "off")}
-"""Boolean setting in files from other versions -> the setting that replaces it, and its values for true and false; an
-empty value omits the setting."""
+"""Boolean setting in files from other versions -> (setting that replaces it, value for true, value for false). An empty
+value omits the setting."""
 MERGED = {
     "policy.recompute": "policy.activation_checkpointing",
     CONTROLLER: TARGET,
@@ -113,7 +113,7 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
 
 
 def _chosen(name: str, given: Given) -> Entries:
-    """Return a file's entry, or for a boolean of another version (CHOICES) the one that replaces it, or none."""
+    """Return a file's entry. A boolean setting of another version (CHOICES) is replaced or omitted."""
     value = (given.values or [""])[0].lower()
     if name not in CHOICES or value not in TRUE | FALSE:
         return [(name, given)]
@@ -199,7 +199,7 @@ def _flatten(
 
 
 def unknown_name(name: str, given: Given, valid: list[str]) -> str:
-    """Return a line about an unknown name, with a hint about which setting the user probably meant."""
+    """Return a line about an unknown name, with a hint that names the setting that the user probably meant."""
     inside = [leaf for leaf in valid if leaf.startswith(name + ".")]
     in_file = given.origin != COMMAND_LINE
     if inside:

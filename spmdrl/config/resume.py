@@ -1,6 +1,6 @@
 """Compares the settings in a run folder with those of a run that resumes from it.
 
-Each setting declares whether a resume may change it (`declare.py`). If one that a resume must keep changed, the results
+Each setting declares whether a resume may change it (`declare.py`). If a resume changed any other setting, the results
 would match neither the old settings nor the new ones.
 """
 
@@ -49,8 +49,8 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     """Return setting -> [file, content hash] for settings that a resume must keep and that name a user's file.
 
     Such files contain Python functions, jinja templates, environments, judges or reward models. For YAML files, only
-    the settings that affect results are hashed; for an environment, so are the files that it names. Modules imported by
-    Python files are not included. Raises ValueError for a file that cannot be read.
+    the settings that affect results are hashed. For an environment, the files that it names are also hashed. Modules
+    imported by Python files are not included. Raises ValueError for a file that cannot be read.
     """
     found = {}
     for name, value in flat(to_dict(cfg)).items():

@@ -15,7 +15,7 @@ SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """Split `function=weight`; the weight defaults to 1. Raises ValueError if it is invalid."""
+    """Split `function=weight`; the weight defaults to 1. Raises ValueError if the weight is invalid."""
     form = f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1"
     function, weight = name_weight(text, form, positive=False)
     return function, 1.0 if weight is None else weight
@@ -88,7 +88,8 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def reward_model_problems(config: Config) -> list[str]:
-    """Return a line for each problem with the `--reward.model` file, or about a missing process reward model."""
+    """Return a line for each problem with the `--reward.model` file, or one line if a process reward model is missing.
+    """
     try:
         found = classifier_of(config.reward.model)
     except ValueError as error:

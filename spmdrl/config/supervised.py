@@ -151,7 +151,7 @@ class SupervisedConfig(schema.TrainingConfig):
 
 
 def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | None]:
-    """Split `source=weight`; the weight is None if it is missing. Raises ValueError for an invalid weight."""
+    """Split `source=weight`; a missing weight is returned as None. Raises ValueError for an invalid weight."""
     return name_weight(spec, f"{flag} {spec}: the weight after = must be a number above 0")
 
 

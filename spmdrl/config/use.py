@@ -1,7 +1,7 @@
 """Refuses settings that a user gave but the run does not read, because they would silently have no effect.
 
-Settings declare when a job reads them (`only_with` in `declare.py`). The advice in the error suggests a change to one
-other setting that would make the job read the refused one; it is found by trying such changes.
+Settings declare when a job reads them (`only_with` in `declare.py`). The error suggests a change to one other setting
+that would make the job read the refused one. Such changes are found by trying them.
 """
 
 import dataclasses

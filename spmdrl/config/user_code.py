@@ -29,7 +29,7 @@ def function_of(path: Path, name: str, ahead: bool = False) -> Callable[..., Any
 
 
 def import_file(path: Path, ahead: bool = False) -> ModuleType:
-    """Import a user's file, which can import files from its folder; it is reimported only after it has changed.
+    """Import a user's file. The file can import others in its folder, and is imported again only after it has changed.
 
     ahead: whether files in the folder take precedence over installed packages of the same name, which suits processes
     that only run user code. Training ranks import packages lazily, and a user's file must not shadow one of them.

@@ -196,7 +196,7 @@ class EngineLayout:
         return Cut([((first, last), *box) for box in boxes] if first < last else [], "expert")
 
     def _held(self, place: int) -> Span:
-        """Return a rank's range of experts. If ep does not divide the expert count, the first ranks get one more each."""
+        """Return a rank's range of experts. If ep does not divide the expert count, the first ranks get one more."""
         if self.ep == 1:
             return 0, max(self.experts, 1)
         base, more = divmod(self.experts, self.ep)

@@ -19,8 +19,8 @@ class RewardInput:
 
     data_source: str
     solution: str
-    """Response text, excluding the prompt. Built-in rewards grade this text. If `--data.prefill` leaves an answer marker
-    open, such as `#### `, the text starts with the prefill's part that begins at the marker."""
+    """Response text, excluding the prompt. Built-in rewards grade this text. If `--data.prefill` leaves an answer
+    marker open, such as `#### `, the text begins at that marker."""
     ground_truth: object
     extra: dict = field(default_factory=dict)
     prompt: str | list = ""

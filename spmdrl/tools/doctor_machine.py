@@ -120,7 +120,7 @@ def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ
 
 
 def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[str, str] = os.environ) -> Finding:
-    """Check the host name's address, which gloo binds to. Other nodes cannot connect to an address such as 127.0.1.1."""
+    """Check the host name's address, which gloo binds to. Other nodes cannot connect to a loopback address."""
     name = name or socket.gethostname()
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
     try:
