@@ -1,7 +1,7 @@
 """Compares the settings in a run folder with those of a run that resumes from it.
 
-Each setting declares whether a resume may change it (`declare.py`). If a resume changed any other setting, the results
-would match neither the old settings nor the new ones.
+Each setting declares whether a resume may change it (`declare.py`). If a resume changed a setting that it must
+keep, the results would match neither the old settings nor the new ones.
 """
 
 import hashlib

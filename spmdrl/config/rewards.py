@@ -88,8 +88,7 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def reward_model_problems(config: Config) -> list[str]:
-    """Return a line for each problem with the `--reward.model` file, or one line if a process reward model is missing.
-    """
+    """Return a line per problem with the `--reward.model` file, or one line if a process reward model is missing."""
     try:
         found = classifier_of(config.reward.model)
     except ValueError as error:
