@@ -5,9 +5,10 @@ schema.py        settings for reinforcement learning, and those shared by all tr
 learning.py      the sections that correspond to algos/: algorithm, correction, filters, shaping, critic, safety
 evaluation.py    settings for an evaluation
 supervised.py    settings shared by jobs that train on a given data set; sft.py, preference.py and reward_model.py
-                 have the settings of one such job each
+                 have the settings that only one such job reads
 online_preference.py  settings for preference learning on the policy's own samples
-distillation.py  settings for distillation; divergence.py has those for the divergence from a teacher
+distillation.py  settings for distillation
+divergence.py    settings for the divergence from a teacher
 presets.py       published methods by name, as values for settings
 builtin.py       a table of the built-in rewards
 declare.py       declares a setting's default, valid values, the jobs that read it, and whether a resume may change it
@@ -20,7 +21,7 @@ composition.py   what the method's settings imply: inputs of its functions, reso
 parameters.py    maps the parameters of a loss or an advantage to settings
 named.py         settings that name a function, either built-in or in a user's file
 checks.py        validates all settings together, mostly with rules from the files below
-rules.py         rules declared by individual settings, and those shared by all jobs
+rules.py         rules declared by individual settings, and rules shared by all jobs
 methods.py       rules for a method: advantage, loss, correction, filters, critic
 placement.py     number of ranks that train, sample and score, and rules for these roles
 backends.py      rules for the mesh axes and for each policy backend
@@ -35,5 +36,5 @@ user_code.py     imports users' Python files, and formats their errors on one li
 plan.py          number of ranks, sequences, tokens and updates in a run, printed at startup and by --dry-run
 resume.py        compares the settings in a run folder with those of a run that resumes from it
 paths.py         the paths that a run writes to
-dump.py          converts a Config to YAML or a dict, and diffs two configs; removes secrets
+dump.py          converts a Config to YAML or a dict, compares configs, and removes secrets
 """

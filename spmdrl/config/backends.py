@@ -35,7 +35,7 @@ NO_DTYPE = {
 """Model dtype that Megatron does not support -> advice."""
 
 GATHERED = {"whole": 2 << 30, "once": 8 << 30}
-"""Value of `PolicyConfig.gather` -> largest model size in bytes for which `auto` selects it."""
+"""Value of `PolicyConfig.gather` -> maximum model size in bytes; `auto` selects the first value that fits."""
 
 
 def way_to_gather(choice: str, size: int) -> str:

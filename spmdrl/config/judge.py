@@ -59,8 +59,8 @@ class JudgeConfig:
     """Maximum number of requests per rank, counted from each start of the job; if a rank needs more, the job ends. 0:
     no limit."""
     cache: str = ""
-    """Folder in which answers are cached, so that no question is sent twice; ranks and jobs can share it. Empty:
-    answers are not cached."""
+    """Cache folder for answers, so that no question is sent twice. Ranks and jobs can share the folder. Empty: answers
+    are not cached."""
     key_env: str = "OPENAI_API_KEY"
     """Name of the environment variable with the API key. If it is not set, requests are sent without a key."""
 

@@ -23,8 +23,8 @@ Entry = tuple[str, Given]
 METHOD = ("algo.preset", "algo.loss", "algo.advantage")
 """Settings that determine which other settings a preset sets."""
 SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
-"""Defaults for SimPO. Its log-probabilities are averaged over tokens and therefore small, so the paper uses a beta of 2
-to 2.5 and a gamma of half of beta (https://arxiv.org/abs/2405.14734)."""
+"""Defaults for SimPO. Its log-probabilities are averaged over tokens and therefore small, so the paper sets beta to 2
+to 2.5 and gamma to half of beta (https://arxiv.org/abs/2405.14734)."""
 ORIGIN = "a run of your own"
 DEMO_LR = OptimizerConfig.lr
 LR, LORA_FACTOR = 1e-6, 10
@@ -33,7 +33,7 @@ LR, LORA_FACTOR = 1e-6, 10
 NEW_TOKENS = 1024
 MANY = 1 << 30
 CRITIC_LR = "1e-05"
-"""Default learning rate of a critic: about ten times that of the policy, as in verl's examples
+"""Default learning rate of a critic, which is about ten times the policy's learning rate, as in verl's examples
 (https://github.com/volcengine/verl)."""
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json"
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")

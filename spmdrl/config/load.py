@@ -52,7 +52,7 @@ def from_command_line(
     """Load `--config` files and dotted flags (`--run.steps 5`, `_` or `-` in names) into a schema.
 
     Args:
-        argv: command-line arguments without the program name; None means those in sys.argv.
+        argv: command-line arguments without the program name. Use None for the arguments in sys.argv.
         prog: name shown by `--help`.
         schema: a dataclass of dataclasses: the sections that the entry point reads.
         also: schemas of other entry points. Their files are accepted, too, and settings that `schema` lacks are

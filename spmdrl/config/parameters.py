@@ -24,7 +24,7 @@ NAMED = {
 
 
 def parameters_of(function: Callable) -> dict[str, str]:
-    """Return parameter -> setting, for those parameters of a loss or an advantage that have a setting."""
+    """Return parameter -> setting for each parameter of a loss or an advantage that has a setting."""
     known = leaves(Config)
     names = {name: NAMED.get(name, f"algo.{name}") for name in inspect.signature(function).parameters}
     return {name: setting for name, setting in names.items() if setting in known}

@@ -1,4 +1,4 @@
-"""Compares the settings in a run folder with those of a run that resumes from it.
+"""Compares the settings in a run folder with the settings of a run that resumes from the folder.
 
 Each setting declares whether a resume may change it (`declare.py`). If a resume changed a setting that it must
 keep, the results would match neither the old settings nor the new ones.
@@ -90,7 +90,7 @@ def entry_point(sections: Iterable[str], kinds: Mapping[str, type]) -> str:
 
 @dataclass
 class Differences:
-    """Differences between the settings in a run folder and those of the run that resumes from it."""
+    """Differences between the settings in a run folder and the settings of the run that resumes from it."""
 
     other: str = ""
     """The entry point that wrote the folder's settings if it differs from this run's, otherwise empty."""

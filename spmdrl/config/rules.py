@@ -1,4 +1,4 @@
-"""Rules shared by all jobs: those declared by individual settings, and those for rows and checkpoints."""
+"""Rules shared by all jobs: rules declared by individual settings, and rules for rows and checkpoints."""
 
 import math
 from typing import Any

@@ -23,7 +23,7 @@ MOST_SHOWN = 3
 def check_use(loaded: Loaded[Any]) -> list[str]:
     """Refuse settings that the user gave but the run does not read, and return lines about the accepted ones.
 
-    Settings at their defaults, and those set by a preset or by a config.yaml that a run wrote, are not checked. A
+    Settings are not checked if they have their defaults or come from a preset or a config.yaml that a run wrote. A
     setting in a file is accepted if a run with only the files would read it, because a flag might have turned off its
     use: `--config run.yaml --eval.every 0`.
 

@@ -41,7 +41,7 @@ def read_settings(
         what: what the settings describe, such as `a judge`, for the error if the file has no settings.
         check: function that takes the settings and the names set in the file, and returns a line for each problem.
         secret: names of settings whose values must not appear in messages.
-        prefix: text before the file's path in messages about its settings; None means the flag.
+        prefix: text before the file's path in messages about its settings, or None to use the flag.
 
     Raises:
         ValueError: the file cannot be read, or its settings are invalid; the message has a line for each problem.
@@ -113,7 +113,7 @@ def _value_problems(found: Any) -> list[str]:
 
 
 def _kind(hint: Any) -> type:
-    """Return the type to which a field's value is converted, or `object` if it accepts any YAML value."""
+    """Return the type that a field's value is converted to, or `object` if the field accepts any YAML value."""
     if get_origin(hint) is Literal:
         return str
     return object if hint is dict else get_origin(hint) or hint

@@ -29,7 +29,7 @@ from spmdrl_sandbox.open import open_for
 ROWS = 1000
 """Maximum number of rows that a dry run reads from each prompt source."""
 SHOWN = 300
-"""Maximum number of characters of the example prompt to print."""
+"""Maximum number of characters to print from the example prompt."""
 QUERY = (
     "import json, torch; ok = torch.cuda.is_available(); "
     "print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[1], torch.cuda.device_count()] "

@@ -46,7 +46,7 @@ class Cache:
 
 
 def kind_of(cfg: Config, on_gpu: bool) -> Kind:
-    """Return the engine that a run would use; on GPUs, `auto` selects vLLM if it supports the dtype, else hf."""
+    """Return the engine that a run would use. On GPUs, `auto` selects vLLM if it supports the dtype, or else hf."""
     if cfg.rollout.engine == "auto" and on_gpu:
         return "vllm" if cfg.model.dtype != "float64" else "hf"
     name = engine_name(cfg)
@@ -172,7 +172,7 @@ def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) ->
 
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks to which vLLM 0.32 pads adapters (`vllm.config.lora.MaxLoRARanks`)."""
+"""LoRA ranks that vLLM 0.32 supports; it pads adapters to the next one (`vllm.config.lora.MaxLoRARanks`)."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Groups of layers that vLLM fuses. If any layer of a group has an adapter, vLLM allocates adapters for all of them."""
 

@@ -50,7 +50,7 @@ class Gpu:
     """Host memory per node in GiB. 0 means unknown; a plan then reports host memory use without checking a limit."""
 
 
-HOST = 2000.0  # GiB; a 2 TB host has 2,048 GiB, of which the operating system uses some
+HOST = 2000.0  # GiB; a 2 TB host has 2,048 GiB, but the operating system uses some of it
 NODE: dict[str, Any] = {"host_memory_gib": HOST, "host_gb_s": 64}
 """Host memory and link speed of an eight-GPU node with PCIe 5.0."""
 

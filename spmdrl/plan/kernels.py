@@ -10,7 +10,7 @@ from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
 
 COUNTED: list[Paper] = []
-"""The `Paper` in which the substitutes count FLOPs; there is only one per process."""
+"""The `Paper` that counts the FLOPs of the substitutes. There is only one per process."""
 
 
 class Rows:
@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
 def _add_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Any, times: float) -> int:
     """Count and return the FLOPs of causal attention: forward-pass FLOPs multiplied by `times`.
 
-    The forward pass has two matrix products over all (query, key) pairs in which the key is not later than the query.
+    The forward pass has two matrix products over all (query, key) pairs whose key is not later than the query.
     """
     ends_q, ends_k = COUNTED[0].numbers.value_of(runs.ends_q), COUNTED[0].numbers.value_of(runs.ends_k)
     if ends_q is None or ends_k is None:

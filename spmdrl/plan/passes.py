@@ -54,7 +54,7 @@ def few_passes(
     Args:
         models: (name, model) pairs of the models that own tensors on this rank.
         paper: counts the memory, FLOPs and traffic of the passes.
-        works: list to which each pass and each optimizer step is appended.
+        works: list that receives each pass and each optimizer step.
         updates: number of optimizer updates per training step.
         rounds: lengths of the shortened passes, in multiples of `model.multiple` micro-batches, such as (1, 2).
     """

@@ -55,7 +55,7 @@ def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
 
 
 def line(at: Sequence[tuple[int, float]], x: int) -> float:
-    """Extrapolate linearly to x from the last two points; with a single point, return its value."""
+    """Extrapolate linearly to x from the last two points. If there is only one point, return its value."""
     if len(at) == 1 or at[-1][0] == at[-2][0]:
         return at[-1][1]
     (a, fa), (b, fb) = at[-2:]
@@ -86,7 +86,7 @@ def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int, measured:
 
 
 def load_of(work: Work) -> Load:
-    """Return the FLOPs and traffic of all passes of one type in a step, over all micro-batches."""
+    """Return how many FLOPs and how much traffic one type of pass causes in a step, over all micro-batches."""
 
     def scaled(values: list[tuple[int, float]]) -> int:
         return int(line(values, work.total) * work.times)

@@ -44,7 +44,7 @@ class Storages:
         return most
 
     def retag(self, tensors: list[Any], tag: str) -> None:
-        """Count the storages of these tensors as `tag` from now on."""
+        """Change the tag of these tensors' storages to `tag`."""
         for x in tensors:
             key = getattr(x, "_local_tensor", x).untyped_storage()._cdata
             if key in self.held:

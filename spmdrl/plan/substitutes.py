@@ -67,7 +67,7 @@ def _groups(paper: Paper) -> None:
         COLLECTIVES.impl(name, lambda *args: FakeWork().boxed(), "Meta")
 
     def messages(operations: list[dist.P2POp]) -> list[Any]:
-        """Count the bytes of a batch of point-to-point messages."""
+        """Count the bytes sent by a batch of point-to-point messages."""
         for each in operations:
             if each.op.__name__ == "isend":
                 paper.traffic.add("send", each.group or dist.group.WORLD, each.tensor.nbytes)

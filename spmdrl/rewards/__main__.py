@@ -97,7 +97,7 @@ def _own_flags() -> argparse.ArgumentParser:
 
 
 def _problems(found: Trial) -> list[str]:
-    """Return the problems found in the rewards of all kinds of answers, one line per problem."""
+    """Return the problems found in the rewards, one line per problem."""
     out = [*_not_best(found), *_undeserving(found)]
     rewards = [r for _, row in found.rows for r in row.rewards.values()]
     if left_out := [(i, r.ungraded) for _, row in found.rows for i, r in row.rewards.items() if r.ungraded]:

@@ -19,7 +19,7 @@ from spmdrl.rewards.text import SIGNS, closing, truth_text
 LONGEST = 4096
 """Maximum length of a box in characters."""
 TAIL, BOX_TAIL = 300, 100
-"""Number of characters at the end of a response that DAPO searches for an answer line and for a box."""
+"""How many characters at the end of a response DAPO searches for an answer line and for a box."""
 _OPEN = re.compile(r"\s{0,9}\{")
 _FORMATTING = (r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$")
 _SLASH = re.compile(r"(-?[1-9][0-9]*|0)/(-?[1-9][0-9]*|0)")

@@ -37,7 +37,7 @@ _GOES_ON = (
     "|therefore|thus|too|undoubtedly|yet"
 )
 """Words that can follow a chosen letter. Before any other word, A might be the article and I the pronoun. The rule
-applies to all letters, so that they are graded equally."""
+applies to all letters, so that no letter has an advantage."""
 _REFUSED = re.compile(
     r",?\s*\b(?:and |but )?(?:not|rather than|instead of|as opposed to|unlike)\s+(?:option |choice )?\(?[A-Z]\)?"
     r"(?:(?:\s*,\s*(?:or |nor |and )?|\s+(?:or|nor|and)\s+)(?:option |choice )?\(?[A-Z]\)?(?![A-Za-z0-9']))*"

@@ -83,7 +83,7 @@ _SPECIAL = re.compile(
 
 
 class BadVerdictError(Exception):
-    """Raised when an answer is not a verdict in the form that the question requires."""
+    """Raised when an answer is not a verdict in the format that the question requires."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Question:
     rubric: str
     scale: int
     material: tuple[tuple[str, str], ...]
-    """(name, cleaned text) pairs, in the order in which the judge sees them."""
+    """(name, cleaned text) pairs, in the order that the judge sees."""
     pair: bool = False
 
     def system(self, nonce: str) -> str:

@@ -1,6 +1,6 @@
 r"""The reward `numeric`, which compares the last number in a response with the ground truth within a tolerance.
 
-The last number in the last `\boxed{...}` counts or, if there is no box, the last number in the response. Numbers can be
+If there is a `\boxed{...}`, only the last box is searched for the number. Numbers can be
 written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number, including `%`, are
 ignored. The row's `extra_info` can set `tolerance` (relative to the ground truth) and `absolute_tolerance`; the larger
 one applies.
@@ -29,7 +29,7 @@ _NUMBER = re.compile(
 )
 _SPACED = re.compile(r"\\[,!;: ]|(?<=\d)\{,\}(?=\d)")
 _EXACT = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
-"""Decimal context in which overflows and invalid text yield infinity or NaN instead of exceptions."""
+"""Decimal context that turns overflows and invalid text into infinity or NaN instead of raising exceptions."""
 
 
 def _clean(text: str) -> str:

@@ -147,7 +147,7 @@ class Pool(Grader):
                 self._answer(key, Reward(message["score"], message["parts"], applies=message["applies"]))
 
     def deadline(self, worker: Worker) -> float:
-        """Return the time.monotonic() time by which the worker's current grading call must finish; infinity if idle."""
+        """Return the deadline of the worker's current grading call as a time.monotonic() time, or infinity if idle."""
         return float("inf") if worker.started is None else worker.started + (worker.may_take or self._timeout)
 
     def on_timeout(self, worker: Worker) -> None:

@@ -211,7 +211,7 @@ def _allowance(a: Any, b: Any) -> float:
 def _numbers(expression: Any) -> list[complex] | None:
     """Evaluate an expression's entries, substituting fixed arbitrary numbers for its symbols.
 
-    For an equation `x = ...`, evaluate the right side; for other relations, return None.
+    Only the right side of an equation `x = ...` is evaluated. The result is None for all other relations.
     """
     from sympy import Eq, Float, Interval, MatrixBase, Set, Symbol, Tuple
 

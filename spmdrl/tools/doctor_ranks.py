@@ -20,7 +20,7 @@ REPEATS = 3
 
 @dataclass
 class Measured:
-    """Measurements of a group of ranks; speeds are in 1e9 bytes per second."""
+    """Measurements of a rank group. Speeds are in 1e9 bytes per second."""
 
     ranks: int
     backend: str

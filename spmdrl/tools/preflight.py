@@ -28,7 +28,7 @@ FIRST, SECOND = 90.0, 40.0
 SHARED = 2.0
 """Maximum delay in seconds until other nodes see a file written to a shared folder."""
 DOWN = ("down", "fail", "unknown", "not_responding", "*")
-"""Substrings of the `sinfo` states in which a node cannot run a job."""
+"""Substrings of `sinfo` states that mean that a node cannot run a job."""
 
 Pair = tuple[str, str]
 Reports = dict[str, dict]
@@ -88,7 +88,7 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
             bad[host] = "; ".join(f"{each['name']}: {each['state']} (fix: {each['fix']})" for each in wrong)
     counts = Counter(report["gpus"] for report in reports.values())
     if len(counts) > 1:
-        # If two numbers are equally frequent, the larger one wins.
+        # If two numbers are equally common, the larger one wins.
         usual = max(counts, key=lambda number: (counts[number], number))
         for host, report in reports.items():
             if report["gpus"] != usual:
