@@ -122,8 +122,9 @@ def test_facts_name_the_parts_of_the_model(family):
         if n.startswith((vision.tower, *vision.projector, vision.language, "lm_head"))
     )
     assert covered == sum(p.numel() for p in model.parameters())
-    # The projector is what turns features of the tower's width into embeddings: without it, no image reaches the model.
-    assert any("merger" in name or "connector" in name for name in vision.projector)
+    # Every module that maps features to embeddings belongs to the projector: a run that freezes the tower trains it.
+    named = {name for name in parts if name.endswith(("merger", "merger_list", "connector"))}
+    assert named == set(vision.projector)
     assert vision.deepstack == (family == "qwen3_vl") == any("deepstack" in name for name in parts)
     assert vision.image in vision.never and (vision.video is None or vision.video in vision.never)
     assert reads_images(config(family)) and not reads_images(config(family).get_text_config())
@@ -159,6 +160,9 @@ def test_an_image_is_named_by_its_content_and_the_settings(family, tmp_path):
     assert process_image(load_processor(settings, vision), changed, vision).name != name
     other = load_processor(settings | {"image_mean": [0.4, 0.4, 0.4]}, vision)
     assert process_image(other, first, vision).name != name
+    # The same pixels under other settings are another content, as an engine that processes the image again could differ.
+    same = load_processor(settings | {"note": 1}, vision)
+    assert process_image(same, first, vision).name != name
 
 
 def test_images_of_every_mode_are_processed_as_transformers_does():
