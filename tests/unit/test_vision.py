@@ -160,7 +160,7 @@ def test_an_image_is_named_by_its_content_and_the_settings(family, tmp_path):
     assert process_image(load_processor(settings, vision), changed, vision).name != name
     other = load_processor(settings | {"image_mean": [0.4, 0.4, 0.4]}, vision)
     assert process_image(other, first, vision).name != name
-    # The same pixels under other settings are another content, as an engine that processes the image again could differ.
+    # Equal pixels under other settings are other content: an engine that processes the image itself might differ.
     same = load_processor(settings | {"note": 1}, vision)
     assert process_image(same, first, vision).name != name
 
