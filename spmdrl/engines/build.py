@@ -99,7 +99,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
 
 
 def check_tp(cfg: Config, engine: str) -> None:
-    """Raise ValueError if `--rollout.tp` ranks cannot share a model's heads, or a dense model's MLPs, equally."""
+    """Raise ValueError if `--rollout.tp` ranks cannot split a model's heads, or a dense model's MLPs, evenly."""
     model, tp = model_config(cfg), cfg.rollout.tp
     if problem := tp_problem(model, engine, tp, cfg.model.path):
         raise ValueError(problem)
@@ -110,10 +110,12 @@ def check_tp(cfg: Config, engine: str) -> None:
 
 
 def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> str:
-    """Return why a model cannot be sharded over `tp` ranks and which values of `--rollout.tp` would work, or "".
+    """Return an error message if a model cannot be sharded over `tp` ranks, else "".
 
-    config: the transformers config of the model. If it does not give the number of heads, "" is returned and the check
-    is left to the engine.
+    The message says why, and which values of `--rollout.tp` would work.
+
+    config: the transformers config of the model. If the config does not give the number of heads, the function returns
+    "" and leaves the check to the engine.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", tp)
@@ -137,7 +139,9 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 for a dense model, or ep does not divide the experts."""
+    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 for a dense model, or if the experts do not divide by
+    `.ep`.
+    """
     rollout = cfg.rollout
     if rollout.ep == rollout.dp == 1:
         return
@@ -193,8 +197,8 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
 def stop_tokens(folder: Path, tokenizer, template: str = "") -> set[int]:
     """Return the token ids that end a response.
 
-    These are the tokenizer's end-of-sequence token, the end tokens listed in the folder's files (`hub/ends.py`), and
-    the tokens that end a turn in the chat template.
+    The ids are those of the tokenizer's end-of-sequence token, the end tokens listed in the folder's files
+    (`hub/ends.py`), and the tokens that end a turn in the chat template.
 
     template: the job's chat template (`data/template_ends.py`), or empty if the job renders no dialogues.
     """

@@ -2,7 +2,7 @@
 
 Engines return each completion as soon as it is finished, so early stopping and multi-turn rollouts need no special
 code. An engine spans the ranks of one rollout TP group, which all make the same calls in the same order and get the
-same completions. Laws are the numbered design rules in CONTRIBUTING.md.
+same completions. References such as "law 5" are to the numbered design rules in CONTRIBUTING.md.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,10 @@ class StaleEngineError(RuntimeError):
 
 @dataclass
 class Request:
-    """One sample to draw. Its seed depends only on the data, so all engines would draw the same sample (law 3)."""
+    """A request for one sample.
+
+    The seed depends only on the data, so all engines would draw the same sample (law 3).
+    """
 
     key: Key
     prompt: list[int]
@@ -57,9 +60,9 @@ class Completion:
     version: int | None
     """Weight version that sampled the tokens, or None if the request was aborted by a weight update."""
     experts: torch.Tensor | None = None
-    """int16 [n, W] with routing replay: the W experts chosen by the routers, layer by layer (`hub.routing.Experts`),
-    for each prompt and response token except the last; -1 for tokens that the model did not process. None without
-    routing replay, and for aborted requests if the engine reports experts only for finished ones."""
+    """With routing replay, int16 [n, W]: the W experts that the routers chose, layer by layer (`hub.routing.Experts`),
+    for each prompt and response token except the last. Tokens that the model did not process have -1. None without
+    routing replay, and for aborted requests if the engine reports experts only for finished requests."""
 
 
 class Engine(Protocol):
@@ -84,7 +87,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Abort these requests; return their tokens so far, with finish reason `abort`."""
+        """Abort these requests, and return the tokens sampled so far with finish reason `abort`."""
         ...
 
     def needs(self, entries: list[Entry]) -> Needs:
@@ -94,7 +97,7 @@ class Engine(Protocol):
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """Load weights. Requests are rejected until the last bucket is loaded. Collective over the engine.
 
-        buckets: HF names -> full-shape tensors, in which only the parts returned by `needs` have values. The engine
+        buckets: dicts from HF name to full-shape tensor. Only the parts returned by `needs` have values. The engine
         must not modify these tensors.
         """
         ...
@@ -104,14 +107,16 @@ class Engine(Protocol):
         ...
 
     def sleep(self, level: int) -> None:
-        """Free memory. Level 0 frees nothing; 1 frees the KV cache and offloads GPU weights to the host; 2 frees both.
+        """Free memory.
+
+        Level 0 frees nothing. Level 1 frees the KV cache and offloads GPU weights to the host. Level 2 frees both.
 
         After level 2, or if the engine cannot keep a copy of its weights at level 1, its `version` is None.
         """
         ...
 
     def wake(self, what: Owner) -> None:
-        """Reallocate the memory of `what` for a sleeping engine."""
+        """Reallocate the weights or the KV cache (`what`) of a sleeping engine."""
         ...
 
     def bytes_by_owner(self) -> dict[str, int]:
@@ -137,8 +142,8 @@ class ScoreRequest:
 
 
 Likeliest = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The k most likely tokens at each of n positions, in descending order, on the host: ids int64 [n, k], logp [n, k], and
-the log of the total probability of all other tokens [n]."""
+"""The k most likely tokens at each of n positions, in descending order: their ids, int64 [n, k]; their logp, [n, k];
+and the log of the total probability of all other tokens, [n]. All three tensors are on the host."""
 
 
 class ReadingEngine(Engine, Protocol):
@@ -192,7 +197,7 @@ def check_request(request: Request, version: int | None, longest: int, awake: bo
 
 
 def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> int:
-    """Check that all tensors of an engine are on the rank's device (law 7); return their number.
+    """Check that all tensors of an engine are on the rank's device (law 7), and return how many there are.
 
     Raises:
         RuntimeError: a tensor is on another device. An engine that picks its own device could pick another rank's.
@@ -216,16 +221,17 @@ def model_config(cfg: Config) -> Any:
 
 
 def longest_sequence(cfg: Config) -> int:
-    """Return the maximum sequence length that an engine must support: prompt and response, or question and verdict.
+    """Return the maximum sequence length that an engine must support: prompt plus response, or a judge's question plus
+    its verdict.
 
-    It is capped by the model's `max_position_embeddings`.
+    The length is capped at the model's `max_position_embeddings`.
     """
     positions = getattr(model_config(cfg).get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
 
 def without_quantization(config: Any) -> dict[str, Any]:
-    """Return config overrides that make an engine allocate unquantized weights, since that is what trainers send.
+    """Return config overrides for unquantized weights, because trainers send unquantized weights.
 
     config: the transformers config of the model folder, whose weight files may be quantized.
     """
@@ -239,7 +245,7 @@ def tensor_kinds(cfg: Config) -> list[str]:
 
 
 def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
-    """Return the KV cache size per token, in bytes, on one of `tp` ranks; each rank has at least one KV head.
+    """Return the KV cache size per token, in bytes, on one of `tp` ranks. Each rank has at least one KV head.
 
     config: the transformers config of a language model. Latent attention caches one row for all heads
     (https://arxiv.org/abs/2405.04434); linear attention layers cache nothing per token.

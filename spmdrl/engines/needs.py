@@ -35,8 +35,8 @@ class Needs:
 def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
     """Return a box of the contiguous tensor `whole` that contains all elements of its non-empty view `x`.
 
-    The box is the smallest possible one, unless the view's strides over a flattened tensor jump between rows; then it
-    contains complete rows.
+    The box is as small as possible, unless the view strides over a flattened tensor and jumps between rows. In that
+    case, the box contains complete rows.
     """
     # Offsets are in bytes, because the view may have a different dtype.
     start, size = int(x.storage_offset()) * x.itemsize, whole.numel() * whole.itemsize
@@ -61,7 +61,7 @@ def transposed(x: torch.Tensor, into: torch.Tensor) -> bool:
 
 
 def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors, skipping those whose memory lies within another's, such as tied weights or row slices."""
+    """Yield the tensors, except those whose memory lies within another tensor's, such as tied weights or row slices."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for x in sorted(tensors, key=lambda x: -x.nbytes):
         start = int(x.storage_offset()) * x.itemsize
@@ -76,7 +76,10 @@ FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.ate
 
 
 class Watch(TorchDispatchMode):
-    """Records which parts of watched tensors are read by operations, and skips copies from watched tensors."""
+    """Records which parts of watched tensors are read.
+
+    Copies from watched tensors are recorded but not executed.
+    """
 
     def __init__(self):
         super().__init__()
@@ -120,8 +123,8 @@ class Watch(TorchDispatchMode):
         self.into.append(into.untyped_storage().data_ptr() if into is not None else 0)
         if into is None:
             self.needs.exact = False
-        # Checksums are sums of 8-byte words. A part has none if it does not start and end at a word boundary, or if its
-        # adjacent elements are not adjacent in the model (GPT-2's weights are transposed).
+        # Checksums are sums of 8-byte words. A part has no checksum if it does not start and end at a word boundary, or
+        # if its adjacent elements are not adjacent in the model (GPT-2's weights are transposed).
         elif (
             into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype or transposed(x, into)
         ):
@@ -145,7 +148,8 @@ def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[int]:
 def unfilled(model: torch.nn.Module, needs: Needs, kinds: Iterable[str]) -> list[str]:
     """Return the names of an engine's parameters and persistent buffers that its loader did not write.
 
-    Buffers of kinds that the checkpoint does not contain are skipped, because the model computes them itself.
+    A buffer is skipped if the checkpoint has no tensor of the same kind, because the model computes such buffers
+    itself.
 
     kinds: last components of the checkpoint's tensor names, such as `weight`.
     """
@@ -166,7 +170,7 @@ def check_filled(engine: str, lacking: list[str]) -> None:
 
 
 def cannot_load(engine: str, model: torch.nn.Module, error: Exception) -> ValueError:
-    """Return the error for a model whose loader in the engine fails on the trainer's tensors."""
+    """Return the error to raise if the engine's loader for this model fails on the trainer's tensors."""
     return ValueError(
         f"--rollout.engine {engine}: its {type(model).__name__} cannot load the tensors of this model "
         f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); take another engine, such as hf"
@@ -177,7 +181,7 @@ def watched_load(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
 ) -> Needs:
-    """Find which parts of tensors with these names, shapes and dtypes `load` reads, without changing the model.
+    """Find which parts `load` reads of tensors with the given names, shapes and dtypes, without changing the model.
 
     The tensors are on the CPU and never accessed, so they take no physical memory.
     """

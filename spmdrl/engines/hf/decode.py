@@ -1,9 +1,9 @@
 """Decodes rows of equal length, with transformers' KV cache if it works for the model and without a cache otherwise.
 
-Some transformers models compute different probabilities with their cache than without it, and the caches of others
-cannot drop finished rows. `Decoder.check` therefore compares decoding with and without a cache once the first weights
-are loaded. It rejects models in which later tokens change the probabilities of earlier ones by more than rounding and
-near ties between experts can explain.
+Some transformers models compute different probabilities with their cache than without it, and the caches of other
+models cannot drop finished rows. `Decoder.check` therefore compares decoding with and without a cache once the first
+weights are loaded. The check also rejects a model if later tokens change the probabilities of earlier tokens by more
+than rounding and near ties between experts can explain.
 
 A row is one sequence of the batch. Shapes: B rows, V vocabulary size.
 """
@@ -21,15 +21,15 @@ from spmdrl.health.causes import of_the_machine
 log = logging.getLogger("spmdrl")
 
 WAYS = ("batch_select_indices", "reorder_cache")
-"""Cache methods in transformers that keep only the given rows; recurrent-state caches have only the second one."""
+"""Methods of transformers caches that keep only the given rows. Recurrent-state caches have only the second method."""
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Maximum accepted mean |dlogp| between decoding with the cache and one forward pass without it, by weight dtype."""
 ROUNDED = 0.1
-"""The same bound for dtypes that are not in `CLOSE`, whose rounding can change the expert choice of a few tokens."""
+"""The same bound for all other dtypes. Their rounding can change which experts a few tokens are routed to."""
 FAILED = 1e30
 """Difference recorded for a decoding method whose forward pass raises an error."""
 TIMES = 2
-"""A cache is also accepted if its difference is at most this many times as large as without a cache."""
+"""A cache is also accepted if its difference is at most TIMES as large as the difference without a cache."""
 LENGTHS, MORE = (3, 12), 4
 """Prompt lengths in `Decoder.check`, and the number of tokens decoded after each prompt."""
 
@@ -40,7 +40,7 @@ class Group:
     def __init__(self, requests: list[Request], device: torch.device):
         self.requests = requests
         self.live = list(range(len(requests)))
-        """Indices of the unfinished requests; row i of the cache belongs to request live[i]."""
+        """Indices of the unfinished requests. Row i of the cache belongs to request live[i]."""
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.logp: list[list[float]] = [[] for _ in requests]
         self.inputs = torch.tensor([r.prompt for r in requests], device=device)
@@ -50,8 +50,8 @@ class Group:
         self.top_p = torch.tensor([r.top_p for r in requests], device=device)
         self.cache: Any = None
         self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
-        """Per request, the expert ids that each token was routed to, one int16 [tokens, W] tensor per step; empty if
-        routing is not recorded."""
+        """The expert ids that each request's tokens were routed to, as one int16 [tokens, W] tensor per step. The lists
+        stay empty if routing is not recorded."""
 
     @property
     def began(self) -> bool:
@@ -74,7 +74,7 @@ class Decoder:
         return out
 
     def extend(self, group: Group, tokens_B: torch.Tensor) -> None:
-        """Set the next input token of each live row; without a cache, append it to the row."""
+        """Set the next input token of each live row. Without a cache, the token is appended to the row."""
         column = tokens_B[:, None]
         group.inputs = column if self.way else torch.cat([group.inputs, column], 1)
 
@@ -98,8 +98,8 @@ class Decoder:
     def check(self, vocabulary: int, device: torch.device, dtype: torch.dtype) -> None:
         """Choose `way` by testing the model, once. Collective over the ranks that share the model.
 
-        The test decodes two rows and drops one of them early. It compares the log-probabilities of the remaining row
-        with those from a forward pass over the complete row without a cache.
+        The test decodes two rows and drops one of them early. It then compares the remaining row's log-probabilities
+        with those of a forward pass over the whole row without a cache.
 
         Raises:
             ValueError: a token's probabilities depend on later tokens, which makes any sampling incorrect, or the model
@@ -140,7 +140,7 @@ class Decoder:
                     f"--rollout.engine hf: the forward of transformers' {name} fails when it decodes a sequence "
                     f"({reasons[-1]}): take --rollout.engine vllm or a model of another family"
                 )
-            # Rounding alone can exceed `close`; decoding without a cache shows how large it is.
+            # Rounding alone can exceed `close`. The difference without a cache shows how large the rounding is.
             self.way = next((way for way in WAYS if found[way] <= TIMES * found[None]), None)
         self.checked = True
         if not self.way:
@@ -165,7 +165,7 @@ class Decoder:
         return logp, sum(before) / max(len(before), 1)
 
     def _apart(self, rows: torch.Tensor, logp_nV: torch.Tensor) -> float:
-        """Decode using `way`; return the mean |dlogp| of the second row's tokens, weighted by probability.
+        """Decode using `way`, and return the mean |dlogp| of the second row's tokens, weighted by probability.
 
         logp_nV: the row's log-probabilities from a forward pass without a cache.
         """
@@ -193,7 +193,7 @@ class Decoder:
 def distance(got_V: torch.Tensor, want_V: torch.Tensor) -> float:
     """Return the mean |dlogp| over the vocabulary, weighted by the probabilities of `want_V`.
 
-    If `want_V` contains NaN, the distance is 0; the first training step will raise an error in that case.
+    If `want_V` contains NaN, the distance is 0, and the first training step raises an error instead.
     """
     if want_V.isnan().any():
         return 0.0

@@ -4,7 +4,8 @@ Rows of equal prompt length run as one left-aligned group without padding. Each 
 sampling from one uniform number that depends only on the request's seed and the token's position. Up to rounding, a
 sample therefore does not depend on the other rows of its batch.
 
-The engine starts without weights and reads none from the model folder; the trainer sends all before the first sample.
+The engine starts without weights and reads none from the model folder. The trainer sends all weights before the first
+sample.
 """
 
 from collections.abc import Iterable
@@ -106,7 +107,7 @@ class HFEngine:
         if self.routers:
             taken = self.routers.take().flatten(1)
             for row, experts in zip(group.live, taken.split(group.inputs.shape[1]), strict=True):
-                # Without a cache, a later step processes the earlier tokens again; only the last one is recorded.
+                # Without a cache, a later step processes the earlier tokens again, so only the last token is recorded.
                 group.experts[row].append(experts[-1:] if group.began else experts)
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
         tokens, logp = sample(logits.to(self.upcast), group, position)
@@ -184,7 +185,8 @@ class HFEngine:
             x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
             for x, (i, box) in zip(held, boxes, strict=True)
         ]
-        # `needs` is called once per part of the model that is sent; `odd` collects the tensors without a checksum.
+        # `needs` is called once for each part of the model that is sent, so `odd` collects the tensors without a
+        # checksum.
         self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
         self.counted = [x for x in tensors.values() if id(x) not in self.odd]
         return Needs(boxes, [id(x) not in self.odd for x in held])
@@ -287,13 +289,14 @@ def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
 
 
 def in_integers(p_BV: torch.Tensor) -> torch.Tensor:
-    """Return exact cumulative sums of numbers in [0, 1], each rounded down to a multiple of 2^-52."""
+    """Round numbers in [0, 1] down to multiples of 2^-52, and return their exact cumulative sums."""
     unit = 2.0**52
     return ((p_BV.double() * unit).long().cumsum(-1).double() / unit).to(p_BV.dtype)
 
 
 def nucleus(logp_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Keep the fewest tokens whose total probability reaches top_p (https://arxiv.org/abs/1904.09751); renormalize."""
+    """Keep the fewest tokens whose probabilities add up to top_p, and renormalize (https://arxiv.org/abs/1904.09751).
+    """
     ordered, index = logp_BV.sort(-1, descending=True)
     before = running_sum(ordered.exp()) - ordered.exp()
     dropped = torch.zeros_like(logp_BV, dtype=torch.bool).scatter(1, index, before >= top_p_B[:, None])

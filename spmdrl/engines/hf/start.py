@@ -37,7 +37,7 @@ def start(
     """Build this rank's shard of the model from config.json alone, and allocate its memory on the rank's device.
 
     Returns:
-        The model. Its weights are uninitialized; only buffers that checkpoints do not contain have values.
+        The model, with uninitialized weights. Only buffers that checkpoints do not contain have values.
         The tensor-parallel group, or None if layers are not sharded.
         This rank's box (its index range in every dimension) for each sharded parameter.
         The 8-bit layers, keyed by weight name.
@@ -62,7 +62,9 @@ def start(
 
 
 def plan_of(config: Any, ranks: int) -> dict[str, str]:
-    """Return name -> `colwise` or `rowwise` for the linear layers to shard; `*` in a name stands for a layer number.
+    """Return the sharding plan: the name of each linear layer to shard -> `colwise` or `rowwise`.
+
+    A `*` in a name stands for a layer number.
 
     config: the transformers config of a language model. ranks: `--rollout.tp`, for the error message.
 
@@ -84,7 +86,7 @@ def plan_of(config: Any, ranks: int) -> dict[str, str]:
 
 
 def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
-    """Shard a model's layers for this rank; return the index range (`Box`) of each sharded parameter.
+    """Shard a model's layers for this rank, and return the index range (`Box`) of each sharded parameter.
 
     Raises:
         ValueError: the model cannot be sharded (`plan_of`).
@@ -160,7 +162,7 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(model: Any, kind: str) -> dict[str, QuantizedLinear]:
-    """Quantize the linear layers of an HF model's blocks (not its head); return them keyed by weight name."""
+    """Quantize the linear layers of an HF model, except its head, and return them keyed by weight name."""
     out, prefix = {}, f"{model.base_model_prefix}."
     for name, module in list(model.base_model.named_modules()):
         for child, linear in list(module.named_children()):

@@ -2,7 +2,8 @@
 
 SGLang always runs its schedulers as processes and pins a different version of torch. The engine is therefore a child
 process (`server/`) with its own interpreter, installed by `launch/install.sh --sglang`. The group's first rank
-exchanges messages with it and broadcasts the answers, so all ranks make the same calls and get the same completions.
+exchanges messages with this process and broadcasts the answers, so all ranks make the same calls and get the same
+completions.
 """
 
 import json
@@ -116,7 +117,7 @@ class SGLangEngine:
     def _answer(self, answer: list[int] | None) -> list[int]:
         """Return the answer of this rank's scheduler process. Collective over the engine.
 
-        answer: the answers of all scheduler processes on the engine's first rank; ignored on other ranks.
+        answer: on the engine's first rank, the answers of all scheduler processes. Ignored on other ranks.
         """
         return answers(self._share(answer))[self.world.engine_tp_rank]
 
@@ -148,7 +149,7 @@ class SGLangEngine:
             self.wave = []
 
     def _finished(self) -> list[Completion]:
-        """Return the completions received by the first rank, on every rank. Collective over the engine."""
+        """Return, on every rank, the completions that the first rank received. Collective over the engine."""
         done = []
         if self.process:
             if self.process.failed:
@@ -247,7 +248,7 @@ class SGLangEngine:
                 self.process.call("load", workers=orders)
             except RuntimeError as error:
                 failure = [isinstance(error, EngineDiedError), str(error)]
-        # The other ranks may overwrite the bucket only after this broadcast; they also raise the first rank's error.
+        # The other ranks may overwrite the bucket only after this broadcast. They also raise the first rank's error.
         failure = self._share(failure)
         if failure:
             died, text = failure

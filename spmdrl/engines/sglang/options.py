@@ -33,13 +33,13 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "max_running_requests": rollout.max_sequences,
         "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",
         "random_seed": 0,
-        # Otherwise an idle scheduler would busy-wait during training and occupy a core.
+        # Without this option, an idle scheduler would busy-wait during training and occupy a core.
         "sleep_on_idle": True,
     }
     if starts_empty(cfg):
         values |= {"load_format": "dummy", "json_model_override_args": json.dumps(without_quantization(whole))}
     if world.device.type == "cpu":
-        # `max_total_tokens` sets the cache size; this fraction is only an upper bound and must not reduce it.
+        # `max_total_tokens` sets the cache size. This fraction is only an upper bound and must not reduce the cache.
         share = 0.9 if rollout.kv_cache_gib else 0.1
         values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
     else:

@@ -34,7 +34,7 @@ class EngineDiedError(RuntimeError):
 
 
 def answers(flat: list[int]) -> list[list[int]]:
-    """Split a flat list into the answers of the engine's processes, each of which is preceded by its length."""
+    """Split a flat list into the answers of the engine's processes. In the list, each answer follows its length."""
     out = []
     while flat:
         out.append(flat[1 : 1 + flat[0]])
@@ -45,7 +45,8 @@ def answers(flat: list[int]) -> list[list[int]]:
 class Process:
     """The rank's handle to the server process.
 
-    One thread reads the server's answers and notices when the process exits; another copies its output to the log.
+    One thread reads the server's answers and notices when the process exits. Another thread copies the process's output
+    to the log.
     """
 
     def __init__(self, python: Path, config: dict, timeout: float):
@@ -83,8 +84,8 @@ class Process:
         self.lines.put(None)
         if not self.closing:
             time.sleep(GRACE_SECONDS)
-            # The main thread has not noticed; it may be stuck in a collective with a rank that is waiting for this
-            # engine.
+            # The main thread has not noticed the exit. It may be stuck in a collective with a rank that is waiting for
+            # this engine.
             with named_exit(lambda: "sampling or after it"):
                 raise self.death()
 
@@ -106,7 +107,9 @@ class Process:
         return EngineDiedError(f"the SGLang engine (process {self.child.pid}) {how}{last}")
 
     def raise_if_dead(self, cause: Exception) -> None:
-        """Raise EngineDiedError if the process exits shortly after `cause`, which that would explain."""
+        """Raise EngineDiedError if the process exits shortly after the error `cause`, because the exit then explains
+        the error.
+        """
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(GRACE_SECONDS / 2)
             raise self.death() from cause
@@ -121,7 +124,7 @@ class Process:
             raise self.death() from None
 
     def take(self, seconds: float) -> dict | None:
-        """Return the next answer to a command, or None; move lines about requests to `done` and `failed`.
+        """Return the next answer to a command, or None. Lines about requests are moved to `done` and `failed`.
 
         Waits at most `seconds` for the first line.
 

@@ -46,15 +46,15 @@ def fetched(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 class SharedMemory:
     """Passes weights through unnamed shared memory, which this rank's scheduler process maps.
 
-    The OS frees it even if the job is killed. Slices that the engine does not read are not written, so they use no
-    memory.
+    The OS frees this memory even if the job is killed. Slices that the engine does not read are not written, so they
+    use no memory.
     """
 
     def __init__(self):
         self.fd = os.memfd_create("spmdrl-weights")
 
     def put(self, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> dict:
-        """Write one bucket; return the message for the process that reads it.
+        """Write one bucket, and return the message for the process that reads it.
 
         parts: for each tensor, the boxes (index ranges in every dimension) that the process reads.
         """

@@ -26,7 +26,7 @@ Row = tuple[str, list[int], list[float], Finish | None]
 
 @contextmanager
 def rank_within_engine(cfg: Config, world: World) -> Iterator[None]:
-    """With replicas, set RANK to this rank's index in its engine, from which vLLM finds its replica at startup."""
+    """With replicas, set RANK to this rank's index in its engine. At startup, vLLM uses RANK to find its replica."""
     before = os.environ.get("RANK", "0")
     if cfg.rollout.dp > 1:
         os.environ["RANK"] = str(world.engine_tp_rank)
@@ -51,14 +51,14 @@ class Copies:
         self.copy_of: dict[str, int] = {}
 
     def take(self, name: str) -> bool:
-        """Assign a request to the replica with the fewest requests; return True if it is this rank's replica."""
+        """Assign a request to the replica with the fewest requests. Returns True if this is the rank's own replica."""
         copy = self.running.index(min(self.running))
         self.running[copy] += 1
         self.copy_of[name] = copy
         return copy == self.mine
 
     def drop(self, name: str) -> bool:
-        """Remove a finished request; return True if it ran on this rank's replica."""
+        """Remove a finished request, and return True if the request ran on this rank's replica."""
         copy = self.copy_of.pop(name)
         self.running[copy] -= 1
         return copy == self.mine

@@ -14,7 +14,7 @@ CPU_BLOCK = 32
 """Number of tokens per KV block: the minimum that the kernels accept. Samples of a prompt share only complete blocks,
 and vLLM's default of 128 is longer than many prompts."""
 MOST_PACKED = 4 << 30
-"""Maximum total size of packed linear layers, in bytes; any remaining layers are not packed."""
+"""Maximum total size of packed linear layers, in bytes. Layers beyond this limit are not packed."""
 
 
 class Packed:
@@ -30,7 +30,8 @@ class Packed:
         self.linears: dict[tuple[int, torch.Size], Any] = {}
         self.experts: dict[int, torch.Tensor] = {}
         self.widened: set[torch.dtype] = set()
-        """Dtypes that oneDNN cannot multiply on this CPU (bfloat16 without AVX-512); float32 is used for them."""
+        """Dtypes that oneDNN cannot multiply on this CPU (bfloat16 without AVX-512), so that float32 is used
+        instead."""
         self.bytes = 0
         self._keep_plain_linears()
         self._keep_plain_experts()
@@ -100,7 +101,8 @@ class Packed:
             inputs = packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, *args
             run(self, output, hidden_states, *inputs, **kwargs)
             if absent is not None and kwargs.get("apply_router_weight_on_input"):
-                # vLLM has already scaled the input by the router weights, so the kernel ignores those set to 0 here.
+                # vLLM has already scaled the input by the router weights, so the kernel ignores the weights that were
+                # set to 0 here.
                 output.masked_fill_(absent.all(1, keepdim=True), 0)
 
         CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
@@ -110,7 +112,7 @@ class Packed:
 def local_experts(
     weights_TK: torch.Tensor, ids_TK: torch.Tensor, places_E: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Map global expert ids to ids on this rank; experts of other ranks get weight 0.
+    """Map global expert ids to ids on this rank. Experts of other ranks get weight 0.
 
     The CPU build's kernel reads memory at every id, so experts of other ranks get id 0.
 

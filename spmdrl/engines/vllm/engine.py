@@ -50,7 +50,8 @@ log = logging.getLogger("spmdrl")
 class VLLMEngine:
     """An engine that samples with vLLM. Implements the `Engine` contract of `engines/engine.py`.
 
-    Routing replay was written against the sources of vLLM 0.32 and is untested: the CPU build reports no experts.
+    Routing replay was written against the sources of vLLM 0.32. It is untested, because the CPU build reports no
+    experts.
     """
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
@@ -72,7 +73,7 @@ class VLLMEngine:
         self.kv_awake = self.weights_awake = True
         self.kinds = tensor_kinds(cfg)
         self.llm, self.packed = start_llm(cfg, world, self.experts is not None)
-        # These are Any, because vLLM's public types do not cover its internals.
+        # The attributes are typed as Any, because vLLM's public types do not cover its internals.
         self.engine: Any = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         held = [*self.model.named_parameters(), *((f"KV cache {i}", x) for i, x in enumerate(self.runner.kv_caches))]
@@ -141,7 +142,7 @@ class VLLMEngine:
         return done
 
     def _step(self) -> dict[str, tuple[Any, bool]]:
-        """Run one vLLM step; return each request's output and whether the request is finished."""
+        """Run one vLLM step. Returns each request's output and whether the request is finished."""
         if self.copies and self.copies.idle:
             self.engine.engine_core.execute_dummy_batch()
             return {}
@@ -149,12 +150,12 @@ class VLLMEngine:
             return {output.request_id: (output.outputs[0], output.finished) for output in self.engine.step()}
 
     def _drop(self, name: str) -> bool:
-        """Remove a finished request; return True if it ran on this rank."""
+        """Remove a finished request, and return True if the request ran on this rank."""
         del self.partial[name]
         return self.copies.drop(name) if self.copies else True
 
     def _routed(self, part: Any, rows: int) -> torch.Tensor:
-        """Return `Completion.experts` for `rows` tokens; tokens without experts in vLLM's output get -1."""
+        """Return `Completion.experts` for `rows` tokens. Tokens without experts in vLLM's output get -1."""
         routed = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
         return torch.cat([routed, routed.new_full((rows - len(routed), routed.shape[1]), FREE)])
 
@@ -178,7 +179,7 @@ class VLLMEngine:
             assert self.adapters, "adapters are pushed to an engine that was built for them"
             return self.adapters.needs(entries)
         if self.cfg.quantization != "none":
-            # vLLM quantizes a layer once all of it has arrived, so its reads cannot be recorded.
+            # vLLM quantizes a layer once all of its weights have arrived, so the reads cannot be recorded.
             return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
         try:
@@ -217,12 +218,13 @@ class VLLMEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Implements `Engine.reset_prefix_cache`. Otherwise vLLM would reuse prefixes computed with older weights.
+        """Implements `Engine.reset_prefix_cache`. Without a reset, vLLM would reuse prefixes computed with older
+        weights.
 
         Raises:
             StaleEngineError: vLLM cannot drop the prefixes, because a request is using part of the cache.
         """
-        # On GPU, the step in progress may still hold aborted requests; the next step releases them.
+        # On GPU, the step in progress may still hold aborted requests, which the next step releases.
         for _ in range(2):
             if self.llm.reset_prefix_cache():
                 return

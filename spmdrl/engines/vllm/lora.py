@@ -54,9 +54,10 @@ def rename_mapper(mapper: Any) -> Any:
 
 
 def refill(model: Any) -> None:
-    """Rewrite two tables of vLLM's LoRA layers. They are not buffers, so sleeping at level 2 drops them.
+    """Rewrite two tables of vLLM's LoRA layers. The tables are not buffers, so sleeping at level 2 drops them.
 
-    The first table maps the TP ranks' logits to the vocabulary. The second flags active adapters and is set to none.
+    The first table maps the TP ranks' logits to the vocabulary. The second table flags active adapters, and all of its
+    flags are cleared.
     """
     for module in model.modules():
         places = getattr(module, "sharded_to_full_mapping_gpu", None)
@@ -68,7 +69,9 @@ def refill(model: Any) -> None:
 
 
 class Adapters:
-    """The LoRA adapter of an engine. Finds where its tensors belong in vLLM's layers, and installs it."""
+    """The LoRA adapter of an engine. Finds where the adapter's tensors belong in vLLM's layers, and installs them
+    there.
+    """
 
     def __init__(self, runner: Any, cfg: Config):
         """runner: vLLM's model runner with wrapped layers."""
@@ -123,7 +126,7 @@ class Adapters:
         return module.lora_b_stacked[i][slot, 0, :, : self.rank]
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Implements `Engine.needs`. The result contains complete tensors; vLLM's layers take their slices from them.
+        """Implements `Engine.needs`. The result contains complete tensors, from which vLLM's layers take their slices.
 
         Raises:
             ValueError: vLLM has no adapter for one of the layers.

@@ -1,12 +1,12 @@
 """Starts vLLM inside a rank's process, undoes its side effects there, and limits it to the ranks that have engines.
 
-vLLM creates its process groups in `parallel_state`. It numbers ranks 0 .. n - 1 and expects all ranks of the default
-group to create each group. With split placement the training ranks do not start vLLM, so vLLM is given a world that
-consists only of the other ranks.
+vLLM creates its process groups in `parallel_state`. There, ranks are numbered 0 .. n - 1, and all ranks of the default
+group are expected to create each group. With split placement the training ranks do not start vLLM, so vLLM is given a
+world that consists only of the other ranks.
 
 vLLM builds some models from transformers' modules (its Transformers backend: Olmo2, Olmo3, SmolLM3, Starcoder2) and
 patches their classes for `torch.compile`. The trainer's model uses the same classes, and its forward pass would fail
-with these patches, so they are limited to the engine's model.
+with these patches. This module therefore limits the patches to the engine's model.
 """
 
 import os
@@ -39,8 +39,8 @@ def model_of(llm: Any) -> Any:
 
 
 def rehearse(llm: Any, cfg: Config) -> None:
-    """Sample two tokens from short prompts with whatever weights, unless there are replicas. Collective over the
-    engine.
+    """Test a new engine by sampling two tokens from short prompts, unless it has data-parallel replicas. Collective
+    over the engine.
 
     Raises:
         RuntimeError: vLLM fails. Some kernels reject a model or a dtype only when they run.
@@ -66,7 +66,7 @@ def rehearse(llm: Any, cfg: Config) -> None:
 
 
 def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | None]:
-    """Start vLLM's LLM for this rank; return it with its packed weights on CPU. Collective over the sampling ranks.
+    """Start vLLM's LLM for this rank. On CPU, its packed weights are also returned. Collective over the sampling ranks.
 
     routed: as in `build_llm`.
     """

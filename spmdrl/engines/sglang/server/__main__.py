@@ -1,7 +1,7 @@
 """The server process: runs SGLang's Engine and exchanges JSON lines with its rank.
 
-Requests and commands arrive on stdin. Completions and answers are written to the original stdout; stdout itself is
-redirected to stderr.
+Requests and commands arrive on stdin. Completions and answers are written to the original stdout. All other output to
+stdout is redirected to stderr.
 """
 
 import asyncio
@@ -27,7 +27,10 @@ ABORT_AGAIN_SECONDS = 0.1
 
 
 def build(config: dict):
-    """Start SGLang's Engine with a scheduler process per TP rank and no detokenizer: only tokens are exchanged."""
+    """Start SGLang's Engine with a scheduler process per TP rank.
+
+    There is no detokenizer, because only tokens are exchanged.
+    """
     import multiprocessing
 
     from sglang.srt.entrypoints.engine import Engine
@@ -61,7 +64,8 @@ def build(config: dict):
 
 
 def unlink_shared_memory(processes: list[int]) -> None:
-    """Unlink the shared memory that these processes have mapped, so that it is freed when the last of them exits.
+    """Unlink the shared memory that these processes have mapped, so that the OS frees it when the last of these
+    processes exits.
 
     Without this, SGLang would leave files in /dev/shm when killed by a signal.
     """
@@ -83,7 +87,10 @@ class Server:
         self.updating = False
 
     def write(self, **line) -> None:
-        """Write one line to the rank. This blocks only briefly, because a thread of the rank reads continuously."""
+        """Write one line to the rank.
+
+        The write blocks only briefly, because a thread of the rank reads continuously.
+        """
         data = memoryview((json.dumps(line) + "\n").encode())
         while data:
             data = data[os.write(self.out, data) :]
@@ -148,7 +155,7 @@ class Server:
         while left := {id: self.running[id] for id in ids if id in self.running}:
             for id in left:
                 # The scheduler ignores an abort that arrives before its request, so the abort is resent until the
-                # request ends; SGLang's abort_request would send it only once.
+                # request ends. SGLang's abort_request would send the abort only once.
                 self.tokenizer_manager._dispatch_to_scheduler(AbortReq(rid=id))
             await asyncio.wait(left.values(), timeout=ABORT_AGAIN_SECONDS)
 
@@ -184,7 +191,7 @@ class Server:
         self.check(await self.tokenizer_manager.update_weights_from_tensor(request, None))
 
     async def join(self, host: str, port: int, backend: str) -> None:
-        """Join the process group over which the spmdrl rank, which is rank 0 of the group, broadcasts weights."""
+        """Join the process group for weight broadcasts. The spmdrl rank is rank 0 of this group."""
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         request = InitWeightsUpdateGroupReqInput(
@@ -256,7 +263,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process dies with its parent
     if os.getppid() != config["parent"]:
         return
-    # Ctrl-C reaches the whole process group; the rank decides how to handle it.
+    # Ctrl-C reaches the whole process group, but only the rank decides how to handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # If vLLM is installed, SGLang would import all of it for its kernels.
     sys.modules["vllm"] = None  # type: ignore[assignment]

@@ -30,7 +30,7 @@ def seed_at(seed: int, prompt_length: int) -> int:
 
 
 def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample the next token of each row [B]; return it with the logp of all tokens [B, V].
+    """Sample the next token of each row. Returns the sampled tokens, [B], and the logp of all tokens, [B, V].
 
     A greedy row (temperature 0) takes the most likely token, with logp at temperature 1. Other rows draw by inverse
     transform sampling at their temperature, within top_p.

@@ -41,7 +41,7 @@ def of_all(mine: list[float], group) -> list[list[float]]:
 
 
 def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
-    """Verify tensor hashes on all processes; return the same error message on all of them, or "" if all hashes match.
+    """Verify tensor hashes on all processes. Every process returns the same error message, or "" if all hashes match.
 
     parts: (name, slice that this process reads, the sender's hash of the slice). Collective over `group`.
     """
@@ -57,7 +57,7 @@ def storages(tensors) -> list[torch.UntypedStorage]:
 
 
 class Held:
-    """The memory of one scheduler process. It can also be freed on CPU, which SGLang itself supports only on CUDA."""
+    """The memory of one scheduler process, which can be freed even on CPU. SGLang itself can free it only on CUDA."""
 
     def __init__(self, runner: Any):
         buffers = [value for name, value in vars(runner.token_to_kv_pool).items() if re.fullmatch("k?v?_buffer", name)]
@@ -69,9 +69,9 @@ class Held:
         self.sizes = {name: [s.nbytes() for s in part] for name, part in self.parts.items()}
 
     def resize(self, name: str, there: bool) -> None:
-        """Free or allocate the storages of `name`, `weights` or `kv_cache`.
+        """Free or allocate the storages of `name`, which is `weights` or `kv_cache`.
 
-        Tensors that use them stay valid but lose their values.
+        Tensors that use these storages stay valid but lose their values.
 
         there: True to allocate, False to free.
         """
@@ -92,8 +92,9 @@ class Held:
 
         request: name, shape and dtype of each tensor, and the kinds of tensors in the model folder.
 
-        Returns a flat list: the length and bytes of a string with one unfilled weight per line; `Needs.exact`; then,
-        for each slice, the index of its tensor, `counted`, the number of dimensions, and its box.
+        Returns a flat list. It starts with the length and the bytes of a string that has one unfilled weight per line,
+        and with `Needs.exact`. Each slice then adds the index of its tensor, `counted`, the number of dimensions, and
+        the box.
         """
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in request["tensors"]]
         found = loader.watched_load(self.runner.model.load_weights, tensors)
@@ -109,7 +110,7 @@ class Held:
 def install_weights(expected: dict[str, Any]) -> None:
     """Make SGLang read weights from the rank's memory instead of a pickle, and verify the hashes of all weights.
 
-    expected: hashes and process group of the next broadcast bucket; removed once the bucket has arrived.
+    expected: hashes and process group of the next broadcast bucket. Both are removed once the bucket has arrived.
     """
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
@@ -209,7 +210,7 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
 def install_experts() -> None:
     """Make the CPU forward pass of experts skip id -1, which SGLang uses for experts of other processes.
 
-    It also handles empty batches of data-parallel attention replicas.
+    The patched forward pass also handles empty batches of data-parallel attention replicas.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -233,7 +234,7 @@ def install_experts() -> None:
 
 
 def install_copies() -> None:
-    """Add the two collectives and the fill value that data-parallel attention needs to SGLang on CPU.
+    """Add two collectives and a fill value to SGLang on CPU, because data-parallel attention needs them.
 
     SGLang implements these collectives only for NCCL. Ranks contribute different lengths (`sizes`), padded to the
     longest.
@@ -269,7 +270,8 @@ def install_copies() -> None:
 def install_naps() -> None:
     """Make idle schedulers poll for work every few milliseconds, under data-parallel attention.
 
-    All schedulers run every step together, but a message wakes only one of them; the others could sleep for a second.
+    All schedulers run every step together, but a message wakes only one of them. Without this patch, the other
+    schedulers could sleep for a second.
     """
     from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
