@@ -1,8 +1,9 @@
 """Outcome advantages: one number per sequence, assigned to all of its sampled tokens.
 
 N: number of sequences across all ranks. A group consists of the samples for one prompt. Estimators take `Samples`,
-whose docstring describes shapes and errors; their returns equal the advantages. On a CPU, results are bitwise identical
-for any sample order and any distribution over ranks, because terms are always added in order of group and value.
+whose docstring describes shapes and errors. The returns of these estimators equal the advantages. On a CPU, results are
+bitwise identical for any sample order and any distribution over ranks, because terms are always added in order of group
+and value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,8 @@ def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
 
 
 def dr_grpo(x: Samples) -> Result:
-    """Dr. GRPO: the reward minus the group mean. Unlike GRPO, it does not divide by the std, which would upweight very
-    easy and very hard prompts.
+    """Dr. GRPO: the reward minus the group mean. GRPO also divides by the std, which upweights very easy and very hard
+    prompts.
 
     Source: https://arxiv.org/abs/2503.20783
 
@@ -68,7 +69,7 @@ def reinforce(x: Samples, *, baseline: str = "batch") -> Result:
     `baseline`: `batch` uses the mean reward of the step, `none` uses 0. Unlike REINFORCE++, this estimator does not
     whiten the advantages.
 
-    It ignores groups. If all rewards of the step are equal and the baseline is `batch`, A is 0.
+    The estimator ignores groups. If all rewards of the step are equal and the baseline is `batch`, A is 0.
     """
     if baseline == "none":
         return x.outcome(x.scores)
@@ -164,11 +165,11 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
 
     The part `score` is the total reward that other estimators use, including the reward model's score, shaping and KL.
     `weights` is either a mapping from part names to weights, where missing parts get weight 0, or a list with one
-    weight per part, in order, where the score gets weight 0. With None, the score and all parts have weight 1, so every
-    part counts twice if the score is the sum of its parts. To count each part once, give weights to the parts only, as
-    in `--algo.part-weights right=1 format=0.5`.
+    weight per part, in order, where the score gets weight 0. If `weights` is None, the score and all parts have weight
+    1, so every part counts twice if the score is the sum of its parts. To count each part once, give weights to the
+    parts only, as in `--algo.part-weights right=1 format=0.5`.
 
-    No part may be named `score`. A part with a nonzero weight must be present and finite in every sample; a sample
+    No part may be named `score`. A part with a nonzero weight must be present and finite in every sample. A sample
     whose grading timed out has 0 for each missing part.
 
     In a group of one, a part becomes `part / (1 + eps)` before whitening. A part that is equal in all samples of a

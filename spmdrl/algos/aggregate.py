@@ -43,7 +43,7 @@ def token_weights(
     horizon: float | None = None,
     sequences: int | None = None,
 ) -> torch.Tensor:
-    """Return the weight of each token's loss, fp64 [T]; exactly 0 where the mask is False.
+    """Return the weight of each token's loss, fp64 [T]. Weights are exactly 0 where the mask is False.
 
     mode: what the weighted losses of the whole batch add up to:
 
@@ -57,7 +57,7 @@ def token_weights(
     totals: counts over the whole batch. horizon: number of tokens, constant during the run, such as the maximum
     response length (verl uses the width of its padded mask). sequences: as in `sum_per_sequence`.
 
-    The weights are fp64, so that at fp32 precision a sum over many tokens does not depend on their order. If a token is
+    The weights are fp64, so that a sum over many tokens, rounded to fp32, does not depend on their order. If a token is
     unmasked although the total that the mode divides by is 0, its weight is nan, which makes the mistake visible.
     Raises ValueError for an unknown mode, mismatched shapes, or a missing or non-positive horizon.
     """
@@ -71,8 +71,8 @@ def token_weights(
     else:
         weight = torch.full(mask_T.shape, _inverse(totals.sequences), dtype=torch.float64, device=mask_T.device)
     if mode == "seq-mean-token-mean":
-        # A sequence is never split, so this micro-batch has all of its tokens. Their count is 0 only if all of them are
-        # masked, in which case their weights are set to 0 below.
+        # A sequence is never split, so this micro-batch has all of its tokens. The count of unmasked tokens is 0 only
+        # if the whole sequence is masked, and the sequence's weights are then set to 0 below.
         weight = weight / sum_per_sequence(mask_T, seq_T, sequences).clamp(min=1)[seq_T]
     if mode == "seq-mean-token-sum-norm":
         if horizon is None or not horizon > 0:
@@ -84,8 +84,8 @@ def token_weights(
 def sum_per_sequence(value_T: torch.Tensor, seq_T: torch.Tensor, sequences: int | None = None) -> torch.Tensor:
     """Return the sum of the values of each sequence: [T] -> fp64 [B], differentiable with respect to the values.
 
-    sequences: number of sequences, B. If None, B is the highest index in `seq_T` plus 1; reading it causes a device
-    sync. The caller must set the values of masked tokens to 0 beforehand.
+    sequences: number of sequences, B. If None, B is the highest index in `seq_T` plus 1, and reading this index causes
+    a device sync. The caller must set the values of masked tokens to 0 beforehand.
     """
     if sequences is None:
         sequences = int(seq_T.max()) + 1 if seq_T.numel() else 0

@@ -50,7 +50,7 @@ def mis(ratio: torch.Tensor, *, low: float | None = None, high: float = 2.0) -> 
 
 @dataclass(frozen=True)
 class Correction:
-    """One kind of importance weight: a function of the ratio, with its bounds as keyword-only parameters."""
+    """A type of importance weight: a function of the ratio, with its bounds as keyword-only parameters."""
 
     function: Callable[..., torch.Tensor]
     of_sequence: bool = False
@@ -77,7 +77,7 @@ def correction_weights(
     high: float | None = None,
     sequences: int | None = None,
 ) -> torch.Tensor:
-    """Return the importance weight of each token, with the shape, dtype and device of old_logp; 0 where the mask is
+    """Return the importance weight of each token, with the shape, dtype and device of old_logp, and 0 where the mask is
     False.
 
     Args:
@@ -85,7 +85,7 @@ def correction_weights(
         old_logp: the trainer's log-probabilities, packed [T] or padded [B, T], nats.
         rollout_logp: the log-probabilities that the engine reported, in the same shape.
         mask: True where the policy sampled: bool [T] for packed inputs, or bools or 0/1 [B, T] for padded inputs.
-        seq_T: int64 [T], sequence index of each token; None for padded inputs, where each row is a sequence.
+        seq_T: int64 [T], sequence index of each token, or None for padded inputs, where each row is a sequence.
         low: lower bound; smaller ratios become 0. None uses the default of `kind`.
         high: upper bound; larger ratios become `high` (tis) or 0 (icepop, mis). None uses the default of `kind`.
         sequences: number of sequences, as in `aggregate.sum_per_sequence`.
@@ -127,7 +127,7 @@ def reject_sequences(
 
     Source: https://richardli.xyz/rl-collapse. Typical bounds are close to 1, such as 0.99 and 1.001.
 
-    Unlike the product of the token ratios, their geometric mean does not grow or shrink with the sequence length. A
+    The geometric mean of the token ratios, unlike their product, does not grow or shrink with the sequence length. A
     fully masked sequence has ratio 1. low, high: None means no bound. sequences: number of sequences, as in
     `aggregate.sum_per_sequence`.
     """
@@ -179,8 +179,8 @@ def disagreement(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean of |logp - rollout_logp| in nats, its weight (number of tokens), and the maximum: 0-d fp64.
 
-    If no token is unmasked, these are 0, 0 and -inf. See `mismatch` for how to reduce the mean over micro-batches and
-    ranks.
+    If no token is unmasked, the three values are 0, 0 and -inf. See `mismatch` for how to reduce the mean over
+    micro-batches and ranks.
     """
     difference_T, tokens = _log_ratio(logp_T, rollout_logp_T, mask_T).abs(), mask_T.sum().double()
     largest = torch.where(mask_T, difference_T, -torch.inf).amax() if len(mask_T) else tokens - torch.inf
@@ -191,7 +191,7 @@ def finish_monitors(values: dict[str, float]) -> dict[str, float]:
     """Return a step's mismatch metrics, with the means of r and r^2 replaced by chi2 and ess.
 
     `mismatch/chi2` = E[r^2] - 1 is the chi-square divergence of old from rollout. `mismatch/ess` = E[r]^2 / E[r^2] is
-    the effective sample size as a fraction of the samples, in (0, 1]. Both use token-level ratios;
+    the effective sample size as a fraction of the samples, in (0, 1]. Both metrics use token-level ratios.
     `mismatch/sequence_chi2` and `mismatch/sequence_ess` use sequence-level ratios.
     """
     done = dict(values)

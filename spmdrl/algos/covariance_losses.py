@@ -1,14 +1,14 @@
 """KL-Cov and Clip-Cov: losses that restrict the update on the few tokens that cause entropy collapse.
 
-Source: https://arxiv.org/abs/2505.22617. For these tokens, the log-probability and the advantage are both far from
+Source: https://arxiv.org/abs/2505.22617. These tokens have a log-probability and an advantage that are both far from
 their means, in the same direction. The tokens are selected from the whole batch (all micro-batches on all ranks) before
 the loss is computed, and passed to it as `x.selected`. Selecting within each micro-batch would make the result depend
 on how the batch is split, which law 2 of the design forbids.
 
-A selection function is `f(x: Selecting, **settings) -> bool [T]`, with the same settings as its loss. It gathers from
-other ranks exactly twice, whatever the data (law 1 of the design): first per-sequence sums, then each rank's best
-candidates. The result is bitwise identical for any distribution of sequences over ranks, because terms are added in
-ascending order and ties are broken by sample and then by token.
+A selection function is `f(x: Selecting, **settings) -> bool [T]`, with the same settings as its loss. Whatever the
+data, a selection function gathers from other ranks exactly twice (law 1 of the design): first per-sequence sums, then
+each rank's best candidates. The result is bitwise identical for any distribution of sequences over ranks, because terms
+are added in ascending order and ties are broken by sample and then by token.
 
 T: packed tokens (of one micro-batch in a loss, of the whole rank in a selection); B: sequences of this rank; N: rows of
 all ranks.
@@ -70,11 +70,11 @@ def clip_cov(
 
         loss = PPO's; 0 at the selected tokens
 
-    The selected tokens are drawn from those with `cov_low < covariance < cov_high` that PPO does not clip. Their number
-    is the fraction `cov_ratio` of all tokens (at least one, unless `cov_ratio` is 0), or all candidates if there are
+    The selected tokens are drawn from those with `cov_low < covariance < cov_high` that PPO does not clip. The loss
+    draws a fraction `cov_ratio` of all tokens (at least one, unless `cov_ratio` is 0), or all candidates if there are
     fewer. See `kl_cov` for the covariance. Whether a token is drawn does not depend on which rank holds it.
 
-    Also reports `selected_fraction`. `clip_fraction` is the fraction of tokens whose PPO loss the clip decides.
+    Also reports `selected_fraction`. `clip_fraction` is the fraction of tokens whose PPO loss is decided by the clip.
     """
     selected = _selected(x, "clip_cov")
     check_share(cov_ratio)
@@ -109,7 +109,7 @@ def _selected(x: LossInputs, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Selecting:
-    """This rank's tokens in one optimizer step, to select from. Tensors are on the CPU.
+    """The tokens of this rank in one optimizer step, from which a selection function selects. Tensors are on the CPU.
 
     Floats are fp64 and may have any value where the mask is False. `seq` is in ascending order.
     """
@@ -124,7 +124,7 @@ class Selecting:
     """Number of sequences, B."""
     draw: torch.Tensor | None = None
     """[T]: one uniform random number in [0, 1) per token, independent of which rank holds the token. Required by
-    clip_cov; None for kl_cov."""
+    clip_cov. None for kl_cov."""
     gather: Gather = alone
     """Function that gathers rows from all ranks, as in `Samples`."""
 
@@ -135,7 +135,7 @@ def select_kl_cov(x: Selecting, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0
     Source: https://arxiv.org/abs/2505.22617
 
     The covariance of a token is (A - mean A)(logp - mean logp), means over all unmasked tokens of all ranks. cov_ratio:
-    in [0, 1]; 0 selects none. kl_coef: unused; accepted because the loss takes it. Collective in a run.
+    in [0, 1], where 0 selects no token. kl_coef: unused, but accepted because the loss takes it. Collective in a run.
     """
     check_share(cov_ratio)
     cov_T, place_B, most = _covariance(x, cov_ratio)
@@ -156,8 +156,8 @@ def select_clip_cov(
     Source: https://arxiv.org/abs/2505.22617
 
     Selects the max(1, int(cov_ratio * tokens)) candidates with the lowest `draw` across all ranks, or all candidates if
-    there are fewer. cov_ratio: in [0, 1]; 0 selects none. Collective in a run. Raises ValueError if `draw` is missing
-    or a setting is out of range.
+    there are fewer. cov_ratio: in [0, 1], where 0 selects no token. Collective in a run. Raises ValueError if `draw` is
+    missing or a setting is out of range.
     """
     check_share(cov_ratio)
     check_clip(clip_low, clip_high, most_low=1.0)

@@ -1,7 +1,7 @@
 """Token-level advantages, and the combination of reward and cost advantages.
 
-S: sampled tokens on this rank. A token's time step is the number of sampled tokens before it on its path (`tree.py`);
-tool output does not count. Estimators take `Samples` and raise ValueError if an input is missing or not finite, or if a
+S: sampled tokens on this rank. A token's time step is the number of sampled tokens before it on its path (`tree.py`),
+not counting tool output. Estimators take `Samples` and raise ValueError if an input is missing or not finite, or if a
 setting is out of range. Results do not depend on how sequences are distributed over ranks.
 """
 
@@ -31,11 +31,12 @@ def gae(
         return_t = V_t + the same sum with critic_lam instead of lam, not whitened
 
     Requires a critic. Only sampled tokens count as time steps, so values and discounts skip tool output. With `lam` 1,
-    the advantage before whitening is the discounted reward-to-go minus the value; 0.95 is typical for short responses.
-    `length_adaptive` is VAPO's alpha (0.05 in https://arxiv.org/abs/2504.05118): for the advantages but not for the
-    returns, it sets `lam` to `max(0, 1 - 1 / (alpha * sampled tokens))`. If `critic_lam` is None, returns use `lam`.
+    the advantage before whitening is the discounted reward-to-go minus the value. For short responses, a `lam` of 0.95
+    is typical. `length_adaptive` is VAPO's alpha (0.05 in https://arxiv.org/abs/2504.05118): for the advantages but not
+    for the returns, it sets `lam` to `max(0, 1 - 1 / (alpha * sampled tokens))`. If `critic_lam` is None, returns use
+    `lam`.
 
-    It ignores groups.
+    The estimator ignores groups.
     """
     in_range("gamma", gamma, 0, 1)
     for name, value in (("lam", lam), ("critic_lam", critic_lam)):
@@ -69,8 +70,8 @@ def remax(x: Samples) -> Result:
     The engine generates one extra greedy response per prompt, which is graded but not trained on. Returns are the
     reward-to-go.
 
-    It ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If a response's only reward is its
-    outcome, and this equals the greedy response's reward, A is 0.
+    The estimator ignores groups, so `--rollout.samples-per-prompt 1` is the usual choice. If a response's only reward
+    is its outcome, and this equals the greedy response's reward, A is 0.
     """
     baseline_B = x.need("baseline")
     returns_T = to_go(x, x.rewards, 1.0)
@@ -87,7 +88,7 @@ def reinforce_plus_plus(x: Samples, *, gamma: float = 1.0) -> Result:
 
     Intended for use with the KL estimate `k1` in the reward. Returns are `G_t`.
 
-    It ignores groups. If `G_t` is equal at all tokens of the step, A is exactly 0.
+    The estimator ignores groups. If `G_t` is equal at all tokens of the step, A is exactly 0.
     """
     return per_token(x, gamma=gamma, whiten=True)
 
@@ -103,7 +104,7 @@ def per_token(x: Samples, *, gamma: float = 0.0, whiten: bool = False) -> Result
     With `gamma` 0, a token's advantage is its own reward. With `whiten`, the advantages are whitened over the step, but
     the returns are not.
 
-    It ignores groups.
+    The estimator ignores groups.
     """
     returns_T = to_go(x, x.rewards, in_range("gamma", gamma, 0, 1))
     return x.whiten(returns_T) if whiten else returns_T, returns_T
@@ -116,10 +117,11 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
 
         A_t = process_coef * sum from t on of gamma^k * (process reward - baseline) + outcome_coef * RLOO of the outcome
 
-    This is eq. 5 of the paper. A sequence's baseline is the mean per-token process reward, averaged over the other
-    samples of its group. It is subtracted at every token before summing, so a long run of tokens with average rewards
-    adds nothing. Nothing is whitened. With a process reward model (docs/rewards.md#a-reward-model-in-a-file), its step
-    scores serve as process rewards, and no implicit reward model is created.
+    The formula is eq. 5 of the paper. A sequence's baseline is the mean per-token process reward, averaged over the
+    other samples of its group. The baseline is subtracted at every token before summing, so a long run of tokens with
+    average rewards adds nothing. Nothing is whitened. With a process reward model
+    (docs/rewards.md#a-reward-model-in-a-file), its step scores serve as process rewards, and no implicit reward model
+    is created.
 
     In a group of one, the baselines of both terms are 0. If all outcome rewards of a larger group are equal, the
     outcome term is 0 and only the process term remains.
@@ -147,7 +149,7 @@ def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
         A_t = sum over the steps that end at t or later of
               (score - mean of the group's steps) / (std of the group's steps + eps)
 
-    This is section 4.1.3 of the paper. Requires a process reward model that scores each step
+    The estimator is described in section 4.1.3 of the paper. Requires a process reward model that scores each step
     (docs/rewards.md#a-reward-model-in-a-file). Mean and std are taken over all steps of all samples in the group. The
     outcome and its shaping are ignored.
 
@@ -177,9 +179,9 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     Returns are `G_t`. The sum over the vocabulary costs one extra forward pass of the policy. Every rank stores four
     fp64 numbers per sampled token of all ranks.
 
-    At a time step that only one sample reaches, the baseline is 0, because with its own return as the baseline, A would
-    always be 0. In a group of one, A is `G_t`. At a time step that two or more samples of a group reach, A is 0 (up
-    to `eps`) if their `G_t` are equal.
+    At a time step that only one sample reaches, the baseline is 0. If the sample's own return were the baseline, A
+    would always be 0. In a group of one, A is `G_t`. At a time step that two or more samples of a group reach, A is 0
+    (up to `eps`) if their `G_t` are equal.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]

@@ -17,7 +17,7 @@ PER_TOKEN = tuple(f.name for f in fields(Samples) if f.default is None and f.met
 
 @dataclass(frozen=True)
 class Advantage:
-    """One advantage estimator: its function and its inputs.
+    """An advantage estimator: the function that computes it, and the inputs of that function.
 
     The keyword-only parameters of the function are its settings. Its docstring names the paper (`rows.paper_of`).
     """
@@ -30,9 +30,9 @@ class Advantage:
     compares: bool = True
     """Whether the estimator compares the samples of a group. If not, `group` is ignored."""
     gradient: Literal["exact", "scaled", "biased"] = "biased"
-    """How the expected policy gradient differs from the true one (docs/credit.md): not at all (`exact`); only by the
-    factor 1 - 1/n (`scaled`), because the baseline of n samples includes the sample itself; or in direction, too
-    (`biased`)."""
+    """How the expected policy gradient relates to the true gradient (docs/credit.md). `exact`: the two are equal.
+    `scaled`: the two differ only by the factor 1 - 1/n, because the baseline of n samples includes the sample itself.
+    `biased`: their directions differ, too."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def _at_tokens(
 
 
 def _numbered(group: Any, rows: int) -> torch.Tensor:
-    """Return groups as int64 [B], numbered in order of first appearance; a single group if `group` is None."""
+    """Return groups as int64 [B], numbered in order of first appearance. Without `group`, all rows form one group."""
     items = [0] * rows if group is None else group.tolist() if hasattr(group, "tolist") else list(group)
     if len(items) != rows or any(isinstance(item, list) for item in items):
         raise ValueError(f"group must be [{rows}], one number or string for each row, got {len(items)} entries")

@@ -1,9 +1,9 @@
 """Selects the groups that a step trains on (dynamic sampling).
 
 B: sequences. A group consists of all samples for one prompt; the batch contains all of them. A filter is `f(score_B,
-group_B, **settings) -> bool [B]`, True for sequences to keep; it keeps or drops whole groups. score_B: any real dtype;
-group_B: int64, any numbering. The result depends neither on the sample order nor on the other groups, so it does not
-depend on the number of ranks. Raises ValueError for shapes other than [B] or scores that are not finite.
+group_B, **settings) -> bool [B]`, True for sequences to keep. A filter keeps or drops whole groups. score_B: any real
+dtype; group_B: int64, any numbering. The result depends neither on the sample order nor on the other groups, so it does
+not depend on the number of ranks. Filters raise ValueError for shapes other than [B] or scores that are not finite.
 """
 
 import math
@@ -37,8 +37,8 @@ def accuracy_range(
     if not low <= high:
         raise ValueError(f"accuracy_range needs low <= high, got {low} and {high}")
     score_B, groups = grouped(score_B, group_B)
-    # `groups.sum` adds scores in ascending order, so its rounding does not depend on the sample order. Otherwise the
-    # order could decide whether a mean that equals a bound is kept.
+    # `groups.sum` adds scores in ascending order, so its rounding does not depend on the sample order. If rounding
+    # depended on the order, the order could decide whether a group is kept whose mean equals a bound.
     mean_B = groups.sum(score_B) / groups.size_N
     return (low <= mean_B) & (mean_B <= high)
 

@@ -16,7 +16,7 @@ class Groups:
     """Groups of rows, with a fixed summation order, so that sums do not depend on the order of the rows."""
 
     index_N: torch.Tensor
-    """int64: group index of each row; groups are numbered from 0 in ascending key order."""
+    """int64: group index of each row. Groups are numbered from 0 in ascending key order."""
     order_N: torch.Tensor
     """int64: indices of the rows, sorted by group and then by value."""
     size_N: torch.Tensor
@@ -24,8 +24,9 @@ class Groups:
 
     @staticmethod
     def of(keys: Sequence[torch.Tensor], *values_N: torch.Tensor) -> "Groups":
-        """Group rows with equal keys. keys: tensors [N]. values_N: tensors [N]; sums add the rows of a group in
-        ascending order of these values.
+        """Group rows with equal keys.
+
+        keys: tensors [N]. values_N: tensors [N]. Sums add the rows of a group in ascending order of these values.
         """
         index_N = torch.zeros(len(keys[0]), dtype=torch.int64)
         for key_N in keys:
@@ -68,7 +69,10 @@ def spread(centred_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def normalise(x_N: torch.Tensor, groups: Groups, eps: float) -> torch.Tensor:
-    """Return (x - group mean) / (group std + eps), or x / (1 + eps) in a group of one. ValueError: negative eps."""
+    """Return (x - group mean) / (group std + eps), or x / (1 + eps) in a group of one.
+
+    Raises ValueError if eps is negative.
+    """
     in_range("eps", eps, 0)
     centred_N = centre(x_N, groups)
     scaled_N = torch.where(centred_N == 0, 0.0, centred_N / (spread(centred_N, groups) + eps))
@@ -82,7 +86,7 @@ def subtract_mean(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 def leave_one_out(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return x minus the mean of the other rows of the group, or x itself in a group of one."""
-    # This uses x - (sum - x) / (n - 1) = (x - mean) * n / (n - 1).
+    # x - (sum - x) / (n - 1) = (x - mean) * n / (n - 1), and the right side is computed here.
     scaled_N = centre(x_N, groups) * groups.size_N / (groups.size_N - 1).clamp(min=1)
     return torch.where(groups.size_N > 1, scaled_N, x_N)
 

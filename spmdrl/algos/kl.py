@@ -13,12 +13,13 @@ from spmdrl.algos.loss_inputs import LOG_RATIO_LIMIT
 from spmdrl.algos.rows import as_tensor, find
 
 K3_LIMIT = 10.0
-"""Upper bound on k3, which grows exponentially: without a bound, a single token could dominate the mean. verl 0.9.1
+"""Upper bound on k3. Because k3 grows exponentially, a single token could dominate the mean without a bound. verl 0.9.1
 uses the same bound."""
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
-    """Unbiased, can be negative. Its expected gradient is 0, so it has no effect as a loss term: use it in the reward.
+    """An unbiased estimate, which can be negative. Its expected gradient is 0, so use it in the reward, not as a loss
+    term.
 
     value: d; gradient: 1
     """
@@ -26,7 +27,7 @@ def k1(d: torch.Tensor) -> torch.Tensor:
 
 
 def absolute(d: torch.Tensor) -> torch.Tensor:
-    """Biased, never negative.
+    """A biased estimate, which is never negative.
 
     value: |d|; gradient: sign of d
     """
@@ -34,7 +35,7 @@ def absolute(d: torch.Tensor) -> torch.Tensor:
 
 
 def k2(d: torch.Tensor) -> torch.Tensor:
-    """Biased, with low variance. Its expected gradient is that of the KL.
+    """A biased estimate with low variance. Its expected gradient is the gradient of the KL.
 
     value: d^2 / 2; gradient: d
     """
@@ -42,13 +43,13 @@ def k2(d: torch.Tensor) -> torch.Tensor:
 
 
 def k3(d: torch.Tensor) -> torch.Tensor:
-    """Never negative, and unbiased except for its upper bound of 10. Its expected gradient is that of KL(reference ||
-    policy).
+    """An estimate that is never negative, and unbiased except for its upper bound of 10. Its expected gradient is the
+    gradient of KL(reference || policy).
 
     value: exp(-d) - 1 + d; gradient: 1 - exp(-d)
     """
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # expm1 keeps precision: d is small during training, where exp(-d) - 1 + d would be rounding noise in fp32.
+    # expm1 keeps precision. During training, d is so small that exp(-d) - 1 + d would be rounding noise in fp32.
     return (torch.expm1(-d) + d).clamp(max=K3_LIMIT)
 
 
@@ -86,7 +87,7 @@ def kl_estimate(kind: str, logp: torch.Tensor, ref_logp: Any, mask: torch.Tensor
     Args:
         kind: a key of KL_KINDS.
         logp: log-probabilities of the sampled tokens under the policy, any shape.
-        ref_logp: log-probabilities of the same tokens under the reference; a tensor, an array or a list.
+        ref_logp: log-probabilities of the same tokens under the reference, as a tensor, an array or a list.
         mask: optional bool tensor; where it is False, the estimate and its gradient are exactly 0, whatever the inputs.
 
     Raises:

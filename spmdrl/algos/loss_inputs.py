@@ -38,20 +38,22 @@ class LossInputs:
     """Importance weights, without gradient. The loss is multiplied by them to correct for rollout_logp differing from
     old_logp."""
     selected: torch.Tensor | None = None
-    """bool: True at the tokens that `Loss.select` selected from the whole batch; None for losses without `select`."""
+    """bool: True at the tokens that `Loss.select` selected from the whole batch. None for losses without `select`."""
     sequences: int | None = None
     """Number of sequences in this micro-batch. If None, sequence sums read it from `seq`, which causes a device
     sync."""
 
 
 def masked(value_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Return the values where the mask is True, and exactly 0 elsewhere; the gradient is 0 there, too."""
+    """Return the values where the mask is True, and exactly 0 elsewhere. Where the mask is False, the gradient is 0,
+    too.
+    """
     # Losses call this on their inputs before any arithmetic, because nan times 0 is still nan, also in the gradient.
     return torch.where(mask_T, value_T, 0.0)
 
 
 def log_ratio_of(x: LossInputs) -> torch.Tensor:
-    """Return the unclamped log ratio logp - old_logp, [T]; 0 where the mask is False."""
+    """Return the unclamped log ratio logp - old_logp, [T], with 0 where the mask is False."""
     return masked(x.logp, x.mask) - masked(x.old_logp, x.mask)
 
 

@@ -20,7 +20,7 @@ from spmdrl.algos.token_losses import cispo, dppo_kl, dppo_tv, dro, gpg, ppo, re
 
 @dataclass(frozen=True)
 class Loss:
-    """One policy loss: its function, and the properties that a run needs to use it.
+    """A policy loss: the function that computes it, and the properties that a run needs to use the function.
 
     The keyword-only parameters of the function are its settings. Its docstring names the paper (`rows.paper_of`).
     """
@@ -29,13 +29,13 @@ class Loss:
     aggregation: str = "token-mean"
     """Aggregation used by the paper or its authors. A run uses it by default."""
     scope: Literal["token", "sequence", "one per sequence"] = "token"
-    """Which logp values the loss of a token depends on: only its own (`token`), those of its whole sequence
-    (`sequence`), or those of its whole sequence with the same loss for all of its tokens (`one per sequence`). In the
-    last case only a mean over sequences makes sense, so a run always uses `aggregation`. (With `gspo`, the losses
-    within a sequence are equal only if its advantages are.)"""
+    """Which logp values the loss of a token depends on. `token`: only the token's own. `sequence`: those of the whole
+    sequence. `one per sequence`: those of the whole sequence, and all tokens of a sequence have the same loss. With
+    `one per sequence`, only a mean over sequences makes sense, so a run always uses `aggregation`. (With `gspo`, the
+    losses within a sequence are equal only if its advantages are.)"""
     select: Callable[..., torch.Tensor] | None = None
-    """Function that selects tokens from the whole batch before the loss is computed, for `LossInputs.selected`. It
-    takes the same settings as the loss. None if the loss needs no selection."""
+    """Function that selects tokens from the whole batch before the loss is computed, for `LossInputs.selected`. The
+    function takes the same settings as the loss. None if the loss needs no selection."""
     has_ratio: bool = True
     """Whether the loss compares logp with old_logp, by their ratio or their difference."""
     skips: bool = True
@@ -46,7 +46,7 @@ def own_loss(function: Callable[..., LossResult]) -> Loss:
     """Wrap a user-defined function in a `Loss`.
 
     The scope is `token` if the function's attribute `token_separable` is True, or if the function is a built-in loss
-    with that scope. Otherwise the scope is `sequence`.
+    with that scope. In all other cases, the scope is `sequence`.
     """
     built_in = any(loss.function is function and loss.scope == "token" for loss in LOSSES.values())
     separable = built_in or getattr(function, "token_separable", False)

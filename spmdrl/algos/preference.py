@@ -1,9 +1,9 @@
 """Preference losses, per pair (a chosen and a rejected response to one prompt) or per labelled response.
 
 A loss takes `Pairs` or `Labelled` and returns the loss of every pair or response. A step's loss is the mean of these
-values, multiplied by pair or response weights if the settings define them. It does not depend on micro-batches or ranks
-(law 2 of the design). AOT sorts the pairs of the whole step, so it needs values from other pairs, which are computed
-before the first micro-batch (`Pairs.matched`).
+values, multiplied by pair or response weights if the settings define them. The mean does not depend on micro-batches or
+ranks (law 2 of the design). AOT sorts the pairs of the whole step, so it needs values from other pairs, which are
+computed before the first micro-batch (`Pairs.matched`).
 
 The log-ratio of a response is its log p under the policy minus its log p under the reference.
 """
@@ -29,13 +29,13 @@ class Pairs:
     response have weight `tail`."""
     ref_chosen: torch.Tensor
     ref_rejected: torch.Tensor
-    """log p of each response under the reference; zeros if the loss uses no reference."""
+    """log p of each response under the reference, or zeros if the loss uses no reference."""
     chosen_tokens: torch.Tensor
     rejected_tokens: torch.Tensor
     """Number of tokens of each response."""
     matched: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of a sorting loss -> [P, 2], without gradient: the values that the chosen and the rejected response of each
-    pair are compared with. Values that are compared have the same rank within the step."""
+    """Name of a sorting loss -> [P, 2], without gradient: for each pair, the values to compare the chosen and the
+    rejected response with. Two values are compared if they have the same rank within the step."""
 
     @property
     def ratio_chosen(self) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _smoothed(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
 
 
 def sigmoid(x: Pairs, *, beta: float, label_smoothing: float, divergence: str, alpha: float) -> torch.Tensor:
-    """DPO (https://arxiv.org/abs/2305.18290); with label smoothing, conservative DPO."""
+    """DPO (https://arxiv.org/abs/2305.18290). With label smoothing, the loss is conservative DPO."""
     return _smoothed(beta * difference(x, divergence, alpha), label_smoothing)
 
 
@@ -166,19 +166,19 @@ def aot_unpaired(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tens
 
 
 def simpo(x: Pairs, *, beta: float, label_smoothing: float, margin: float) -> torch.Tensor:
-    """SimPO (https://arxiv.org/abs/2405.14734): mean log p per token with a target margin. It uses no reference."""
+    """SimPO (https://arxiv.org/abs/2405.14734): mean log p per token with a target margin, and no reference."""
     per_token = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
     return _smoothed(beta * per_token - margin, label_smoothing)
 
 
 def cpo(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tensor:
-    """CPO (https://arxiv.org/abs/2401.08417) without its likelihood term, which `sft` adds. It uses no reference."""
+    """CPO (https://arxiv.org/abs/2401.08417) without its likelihood term, which `sft` adds. CPO uses no reference."""
     return _smoothed(beta * (x.chosen - x.rejected), label_smoothing)
 
 
 def orpo(x: Pairs) -> torch.Tensor:
     """ORPO's odds-ratio loss on the mean log p per token (https://arxiv.org/abs/2403.07691), without its likelihood
-    term, which `sft` adds. It uses no reference.
+    term, which `sft` adds. ORPO uses no reference.
     """
     won, lost = x.chosen / x.chosen_tokens, x.rejected / x.rejected_tokens
     odds = won - lost - (torch.log1p(-won.exp()) - torch.log1p(-lost.exp()))
@@ -246,7 +246,7 @@ def apo_zero_unpaired(x: Labelled, shift: float, *, beta: float) -> torch.Tensor
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """One preference loss: its function, and what the function needs.
+    """A preference loss: the function that computes it, and the requirements of that function.
 
     The keyword-only parameters of the function are its settings.
     """
@@ -303,7 +303,7 @@ LOSSES: dict[str, PreferenceLoss] = {
     "kto": PreferenceLoss(kto, labelled=True, shift="other prompts"),
 }
 SFT = "sft"
-"""Name of the cross-entropy on the chosen responses, which can be added to pair losses. It has no reference and no
+"""Name of the cross-entropy on the chosen responses, which can be added to pair losses and has no reference or
 settings."""
 
 

@@ -1,4 +1,4 @@
-"""Policy filtration: resampling that favours samples whose reward is likely right. Also has a replay buffer.
+"""Policy filtration: resampling that favours samples whose reward is likely right. The module also has a replay buffer.
 
 Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks in sample order, so that every rank draws
 the same sequences. A method is `f(score_N, groups, power)` and returns the relative frequency of each sequence, fp64
@@ -16,7 +16,7 @@ from spmdrl.algos.rows import find
 
 
 def by_power(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """|reward|^2, or |reward|^p with `--filter.resample pow=p`; 1 for all samples if every reward is 0."""
+    """|reward|^2, or |reward|^p with `--filter.resample pow=p`. If every reward is 0, all samples get 1."""
     if power < 0:
         raise ValueError(f"the power of the resampling weights must be >= 0, got {power}")
     weights_N = score_N.abs().pow(power)
@@ -36,7 +36,7 @@ def max_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Ten
 
 
 def best_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """Within each group: 1/2 for the best sample; the other samples share 1/2 equally. A single sample gets 1."""
+    """Within each group, the best sample gets 1/2, and the other samples share 1/2 equally. A single sample gets 1."""
     best_N = groups.high(score_N)
     is_best_N = score_N == best_N
     size_N, tied_N = groups.size_N, groups.sum(is_best_N.double())
@@ -47,7 +47,7 @@ def best_random(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Te
 
 
 def best_worst(score_N: torch.Tensor, groups: Groups, power: float) -> torch.Tensor:
-    """Within each group: 1/2 for the best sample, 1/2 for the worst. A single sample gets 1."""
+    """Within each group, the best and the worst sample get 1/2 each. A single sample gets 1."""
     ends = [score_N == end_N for end_N in (groups.high(score_N), groups.low(score_N))]
     best_N, worst_N = (0.5 * is_end_N / groups.sum(is_end_N.double()) for is_end_N in ends)
     return best_N + worst_N

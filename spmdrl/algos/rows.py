@@ -1,6 +1,6 @@
 """Looks up the settings and papers of functions selected by name, and checks and converts their padded inputs.
 
-Padded inputs are [B, T] with a mask: B sequences of padded length T. They can be tensors, numpy arrays or lists.
+Padded inputs are [B, T] with a mask: B sequences of padded length T. Inputs can be tensors, numpy arrays or lists.
 """
 
 import difflib
@@ -13,7 +13,7 @@ import torch
 
 F = TypeVar("F")
 LARGEST = 1e290
-"""Maximum absolute value of an input. This bound keeps sums over a whole step finite."""
+"""Maximum absolute value of an input. With this bound, sums over a whole step stay finite."""
 
 
 def settings_of(function: Callable) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def paper_of(function: Callable) -> str:
 def find(name: str, table: Mapping[str, F], what: str) -> F:
     """Return table[name]. what: what the table contains, for the error message, such as "loss".
 
-    Raises ValueError for an unknown name; the message lists all names and suggests the closest one.
+    Raises ValueError for an unknown name. The message lists all names and suggests the closest one.
     """
     if name in table:
         return table[name]

@@ -1,9 +1,9 @@
 """Inputs to advantage estimators: this rank's sequences, and a function that gathers those of all ranks.
 
 T: packed tokens of this rank; S: its sampled tokens, where the mask is True; B: its sequences; N: rows of all ranks. An
-estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It accesses
-other ranks' sequences only through `Samples.everyone`. The number of calls to `everyone` must not depend on the data,
-because every rank must make the same calls (law 1 of the design).
+estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. An estimator
+accesses other ranks' sequences only through `Samples.everyone`. The number of calls to `everyone` must not depend on
+the data, because every rank must make the same calls (law 1 of the design).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 WHOLE = 2**53
-"""fp64 represents every integer up to this one exactly."""
+"""The largest n for which fp64 represents all integers from 0 to n exactly."""
 
 
 def _given(shape: str, dtype: str = "floats", about: str = "", **more: Any) -> Any:
@@ -32,7 +32,7 @@ def _given(shape: str, dtype: str = "floats", about: str = "", **more: Any) -> A
 
 
 def alone(seq_n: torch.Tensor, columns_nK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows unchanged, with their indices: the `Samples.gather` of a single-rank job."""
+    """Return the rows unchanged, with their indices. Single-rank jobs use this function as `Samples.gather`."""
     return columns_nK, torch.arange(len(seq_n))
 
 
@@ -53,14 +53,14 @@ class Samples:
     """True where the policy sampled."""
     seq: torch.Tensor = _given("T", "integers")
     """Sequence index of each token, 0 .. B - 1. All paths of a branching episode form one sequence, in the order in
-    which they finished."""
+    which the paths finished."""
     group: torch.Tensor = _given("B", "integers")
     """Prompt id of each sequence, in any numbering."""
     values: torch.Tensor | None = _given("T", about="the critic's value before each token", default=None)
     baseline: torch.Tensor | None = _given("B", about="the reward of the greedy response to each prompt", default=None)
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> [B]: the reward parts of each sequence, in addition to the total; nan if a sequence lacks the part. Every
-    rank has the same names in the same order."""
+    """Name -> [B]: the reward parts of each sequence, in addition to the total. A part that a sequence lacks is nan.
+    Every rank has the same names in the same order."""
     logp: torch.Tensor | None = _given("T", about="log p of each sampled token", default=None)
     """log p of each sampled token under the policy at the start of the step."""
     collision: torch.Tensor | None = _given(
@@ -205,7 +205,7 @@ def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> to
     True.
 
     Raises:
-        ValueError: an absolute value is larger or nan; the message lists the sequences.
+        ValueError: an absolute value is larger or nan. The message lists the sequences.
     """
     bad = ~(value.abs() <= LARGEST)  # nan counts as bad, too
     bad = x.seq[x.mask & bad].unique() if per_token else bad.nonzero().flatten()

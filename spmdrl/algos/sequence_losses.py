@@ -29,9 +29,9 @@ def gspo(x: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> L
         s = exp(mean over the sequence of logp - old_logp)
         loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), averaged over sequences
 
-    In the paper, all tokens of a sequence share one advantage, and the gradient is that of `s`. If the advantages
-    differ within a sequence, each token's gradient uses its own advantage, as in the paper's GSPO-token. The clip range
-    is narrow, because a mean of log ratios varies far less than the ratio of a single token.
+    In the paper, all tokens of a sequence share one advantage, and the gradient is the gradient of `s`. If the
+    advantages differ within a sequence, each token's gradient uses its own advantage, as in the paper's GSPO-token. The
+    clip range is narrow, because a mean of log ratios varies far less than the ratio of a single token.
 
     The stat `ratio` is the sequence-level importance ratio.
     """
@@ -64,9 +64,9 @@ def gmpo(x: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Los
         loss = -A exp(mean over the sequence of the clipped log ratios), averaged over sequences
         log r is at most clip_high where A > 0, at least -clip_low where A < 0, and counts as 0 where A = 0
 
-    In the loss, `A` is the sequence's mean advantage; in the clip, `A` is the token's advantage. The clip widths bound
-    log ratios, not ratios. The loss is multiplied by the geometric mean of the importance weights, so a single token
-    with weight 0 removes the whole sequence.
+    In the loss, `A` is the sequence's mean advantage, but in the clip, `A` is the token's advantage. The clip widths
+    bound log ratios, not ratios. The loss is multiplied by the geometric mean of the importance weights, so a single
+    token with weight 0 removes the whole sequence.
 
     The stat `ratio` is the geometric mean of the sequence's clipped token ratios.
     """
@@ -90,11 +90,11 @@ def sppo(x: LossInputs, *, eta: float = 1.0) -> LossResult:
 
         loss = (sum over the sequence of (logp - old_logp) - eta A)^2, averaged over sequences
 
-    `A` is the sequence's mean advantage. It should be the probability that the response beats the current policy, minus
-    1/2, as estimated by the advantage estimator `win_rate`. The default `eta` is meant for rewards on the scale of a
-    log ratio, as in https://verl.readthedocs.io/en/latest/algo/sppo.html; the paper uses 1000. In the first optimizer
-    step on a batch, the log ratio is 0, so the gradient is proportional to `eta`. The loss is multiplied by the
-    geometric mean of the sequence's importance weights.
+    `A` is the sequence's mean advantage. This advantage should be the probability that the response beats the current
+    policy, minus 1/2. The advantage estimator `win_rate` estimates it. The default `eta` is meant for rewards on the
+    scale of a log ratio, as in https://verl.readthedocs.io/en/latest/algo/sppo.html. The paper uses 1000. In the first
+    optimizer step on a batch, the log ratio is 0, so the gradient is proportional to `eta`. The loss is multiplied by
+    the geometric mean of the sequence's importance weights.
 
     Stats: `old_kl`; `sequence_log_ratio`, the sum of the log ratios; `sequence_error`, that sum minus `eta A`.
     """

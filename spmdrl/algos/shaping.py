@@ -1,8 +1,8 @@
 """Turns reward-function scores into training rewards: length terms, bounds, normalisation, masks.
 
-B: sequences; T: packed tokens. Tensors are on the CPU. Terms and shaped rewards are fp64 [B]; the caller adds the terms
-to the reward. The batch may be empty, because a rank may have no sequences. Functions raise ValueError for mismatched
-shapes or rewards that are not finite.
+B: sequences; T: packed tokens. Tensors are on the CPU. Terms and shaped rewards are fp64 [B], and the caller adds the
+terms to the reward. The batch may be empty, because a rank may have no sequences. Functions raise ValueError for
+mismatched shapes or rewards that are not finite.
 """
 
 import math
@@ -150,7 +150,7 @@ def reward_moments(reward_B: torch.Tensor) -> torch.Tensor:
 
 
 NORMAL_EPS = 1e-6
-"""Added to the std before dividing by it, so that a std of 0 does no harm."""
+"""Added to the std before dividing by it, to avoid division by 0."""
 
 
 def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float = NORMAL_EPS) -> torch.Tensor:
@@ -158,7 +158,7 @@ def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float
 
     Source: https://arxiv.org/abs/2307.04964
 
-    moments: reward mean and std of the run so far, or of one step. They must already include this step's rewards
+    moments: reward mean and std of the run so far, or of one step. The moments must already include this step's rewards
     (`RunningMoments.update`).
     """
     reward_B = finite_column(reward_B)
@@ -199,7 +199,7 @@ def token_rewards(
     || reference) in nats, or None for no KL term. turn_T: [T], turn index of each token. turn_reward_T: [T], the part
     of `reward_B` that each turn earned, on one of the turn's tokens. The remainder of `reward_B` is the outcome, which
     is placed on the last turn. Without the KL term, a sequence's rewards add up to `reward_B`. Raises ValueError if a
-    KL estimate or turn reward is not finite where the mask is True; the message lists the sequences.
+    KL estimate or turn reward is not finite where the mask is True. The message lists the sequences.
     """
     rewards_T = place_outcome(reward_B, mask_T, seq_T, turn_T)
     if turn_reward_T is not None:

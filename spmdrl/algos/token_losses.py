@@ -36,9 +36,9 @@ def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_cl
         loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          for A < 0 at most -A dual_clip
 
     Setting `clip_high` above `clip_low` gives DAPO's clip-higher (https://arxiv.org/abs/2503.14476). `dual_clip` is the
-    bound from https://arxiv.org/abs/1912.09729; 3 is typical, and None means no bound.
+    bound from https://arxiv.org/abs/1912.09729. A value of 3 is typical, and None means no bound.
 
-    Also reports `dual_clip_fraction` (with `dual_clip`): the fraction of tokens whose loss the dual clip decides.
+    With `dual_clip`, also reports `dual_clip_fraction`: the fraction of tokens whose loss is decided by the dual clip.
     """
     check_clip(clip_low, clip_high, most_low=1.0)
     if dual_clip is not None and not dual_clip > 1:
@@ -64,8 +64,8 @@ def cispo(x: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> L
 
         loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp
 
-    `sg` stops the gradient. The paper uses no lower bound, which corresponds to a `clip_low` of 1 or more. It does not
-    state its `clip_high`; 0.28 is the value of
+    `sg` stops the gradient. The paper uses no lower bound, which corresponds to a `clip_low` of 1 or more. The paper
+    does not state its `clip_high`, and 0.28 is the value of
     https://modelscope.github.io/Trinity-RFT/en/main/_modules/trinity/algorithm/policy_loss_fn/cispo_policy_loss.html.
 
     `clip_fraction` is the fraction of tokens with a clipped weight.
@@ -86,8 +86,8 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossR
 
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
 
-    The gradient is that of `-A r` times a gate `4 p (1 - p)`, where `p` is the sigmoid. The gate is 1 at `r = 1` for
-    any tau, and decreases as `r` moves away from 1, faster for a larger tau.
+    The gradient equals the gradient of `-A r` times a gate `4 p (1 - p)`, where `p` is the sigmoid. The gate is 1 at `r
+    = 1` for any tau, and decreases as `r` moves away from 1, faster for a larger tau.
 
     Also reports `gate`.
     """
@@ -131,7 +131,7 @@ def reinforce(x: LossInputs) -> LossResult:
 
         loss = -A logp
 
-    Its gradient is unbiased only with one optimizer step per rollout.
+    The gradient is unbiased only with one optimizer step per rollout.
 
     Reports `old_kl`, which shows how far off-policy the samples are.
     """

@@ -24,9 +24,9 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
         A   = G_n - mean of G over the turns at the same depth in the other samples of the group
 
     All sampled tokens of a turn get the turn's advantage. Returns are `G_n`. A turn's depth is the number of turns
-    before it on its path; without a fork, it is the turn index. Turns of the same sample are excluded from the mean,
-    because the return of a later turn depends on this turn. With one turn per sample, this equals `rloo`. If the data
-    has no turns, every run of sampled tokens is a turn.
+    before it on its path. Without a fork, the depth is the turn index. Turns of the same sample are excluded from the
+    mean, because the return of a later turn depends on this turn. With one turn per sample, this equals `rloo`. If the
+    data has no turns, every run of sampled tokens is a turn.
 
     A is `G_n` in a group of one, and at a depth that no other sample reaches. If two or more samples of a group reach
     a depth and all returns at this depth are equal, A is exactly 0.
@@ -61,7 +61,7 @@ def turn_gae(
     None, returns use `lam`. All sampled tokens of a turn get the turn's advantage, and the critic is trained to predict
     `return_n` at all of them. `whiten` applies to the advantages, not to the returns.
 
-    It ignores groups.
+    The estimator ignores groups.
     """
     in_range("gamma", gamma, 0, 1)
     lams = [in_range("lam", lam, 0, 1), in_range("critic_lam", lam if critic_lam is None else critic_lam, 0, 1)]
@@ -84,8 +84,8 @@ def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: boo
     A turn's return is the sum of its rewards plus `gamma` times the returns of the turns that follow it: the next turn,
     or several turns after a fork (docs/credit.md#trees). With `std` False, means are subtracted, but nothing is divided
     by a std. If the data has no turns, every run of sampled tokens is a turn. If the data has no states, all first
-    turns of a prompt share one state, and every later turn has its own. The second term is 0 for a turn whose state no
-    other turn of the group shares. An environment sets its state with `state_key` (docs/credit.md#states); without
+    turns of a prompt share one state, and every later turn has its own. The second term is 0 for a turn if no other
+    turn of the group shares its state. An environment sets its state with `state_key` (docs/credit.md#states). Without
     `state_key`, the history is the state. A turn with two states is an error.
 
     In a group of one, the episode-level term is `r / (1 + eps)`, or `r` with `std` False. If all total rewards of a

@@ -1,7 +1,7 @@
 """Critic, implicit reward model and imitation losses, and the Lagrange multiplier of a cost.
 
 T: packed tokens of one micro-batch; B: its sequences. Losses are per token, before aggregation
-(`aggregate.token_weights`). Losses with a mask are 0 where it is False, whatever the inputs are there.
+(`aggregate.token_weights`). Losses with a mask are 0 where the mask is False, whatever the inputs are there.
 """
 
 import math
@@ -72,9 +72,9 @@ def implicit_reward_loss(
     Source: https://arxiv.org/abs/2502.01456
 
     All unmasked tokens of a sequence have the same loss, so the aggregation `seq-mean-token-mean` gives the mean over
-    sequences. outcome: in [0, 1], 1 for a correct answer; [B], or [T] with the sequence's outcome at each of its
-    tokens. sequences: number of sequences, as in `aggregate.sum_per_sequence`. Raises ValueError if an outcome is out
-    of range or beta is not positive.
+    sequences. outcome: in [0, 1], where 1 is a correct answer. Its shape is [B], or [T] with the sequence's outcome at
+    each of its tokens. sequences: number of sequences, as in `aggregate.sum_per_sequence`. Raises ValueError if an
+    outcome is out of range or beta is not positive.
     """
     total = sum_per_sequence(implicit_rewards(logp_T, ref_logp_T, mask_T, beta), seq_T, sequences)[seq_T]
     outcome_T = outcome if outcome.shape == mask_T.shape else outcome[seq_T]
@@ -101,9 +101,9 @@ def dual_step(multiplier: float, mean_cost: float, limit: float, lr: float, most
 
     Source: https://arxiv.org/abs/2310.12773 (Safe RLHF)
 
-    log multiplier += lr * multiplier * (mean_cost - limit), with the multiplier capped at `most`. It stays positive,
-    increases if the mean cost is above the limit, and decreases if it is below. multiplier, lr, most: > 0. Raises
-    ValueError if multiplier, lr or most is not positive, or if a cost or limit is not finite.
+    log multiplier += lr * multiplier * (mean_cost - limit), with the multiplier capped at `most`. The multiplier stays
+    positive, increases if the mean cost is above the limit, and decreases if the mean cost is below. multiplier, lr,
+    most: > 0. Raises ValueError if multiplier, lr or most is not positive, or if a cost or limit is not finite.
     """
     if not multiplier > 0 or not lr > 0 or not most > 0:
         raise ValueError(f"multiplier, lr and most must be above 0, got {multiplier}, {lr} and {most}")

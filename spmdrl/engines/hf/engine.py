@@ -295,7 +295,9 @@ def in_integers(p_BV: torch.Tensor) -> torch.Tensor:
 
 
 def nucleus(logp_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Keep the fewest tokens whose probabilities add up to top_p, and renormalize (https://arxiv.org/abs/1904.09751).
+    """Keep the fewest tokens whose total probability reaches top_p, and renormalize.
+
+    Source: https://arxiv.org/abs/1904.09751
     """
     ordered, index = logp_BV.sort(-1, descending=True)
     before = running_sum(ordered.exp()) - ordered.exp()

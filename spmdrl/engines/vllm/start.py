@@ -39,8 +39,9 @@ def model_of(llm: Any) -> Any:
 
 
 def rehearse(llm: Any, cfg: Config) -> None:
-    """Test a new engine by sampling two tokens from short prompts, unless it has data-parallel replicas. Collective
-    over the engine.
+    """Test a new engine, with whatever weights it has, by sampling two tokens from short prompts.
+
+    Does nothing if the engine has data-parallel replicas. Collective over the engine.
 
     Raises:
         RuntimeError: vLLM fails. Some kernels reject a model or a dtype only when they run.
