@@ -33,8 +33,8 @@ def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
 
 
 def dr_grpo(x: Samples) -> Result:
-    """Dr. GRPO: the reward minus the group mean. GRPO also divides by the std, which upweights very easy and very hard
-    prompts.
+    """Dr. GRPO: the reward minus the group mean, without GRPO's division by the std, which upweights very easy and very
+    hard prompts.
 
     Source: https://arxiv.org/abs/2503.20783
 

@@ -17,7 +17,7 @@ PER_TOKEN = tuple(f.name for f in fields(Samples) if f.default is None and f.met
 
 @dataclass(frozen=True)
 class Advantage:
-    """An advantage estimator: the function that computes it, and the inputs of that function.
+    """An advantage estimator: its function, and the inputs that the function uses.
 
     The keyword-only parameters of the function are its settings. Its docstring names the paper (`rows.paper_of`).
     """

@@ -38,7 +38,7 @@ def accuracy_range(
         raise ValueError(f"accuracy_range needs low <= high, got {low} and {high}")
     score_B, groups = grouped(score_B, group_B)
     # `groups.sum` adds scores in ascending order, so its rounding does not depend on the sample order. If rounding
-    # depended on the order, the order could decide whether a group is kept whose mean equals a bound.
+    # depended on the order, the order could decide whether a group whose mean equals a bound is kept.
     mean_B = groups.sum(score_B) / groups.size_N
     return (low <= mean_B) & (mean_B <= high)
 

@@ -25,8 +25,8 @@ def turn_rloo(x: Samples, *, gamma: float = 1.0) -> Result:
 
     All sampled tokens of a turn get the turn's advantage. Returns are `G_n`. A turn's depth is the number of turns
     before it on its path. Without a fork, the depth is the turn index. Turns of the same sample are excluded from the
-    mean, because the return of a later turn depends on this turn. With one turn per sample, this equals `rloo`. If the
-    data has no turns, every run of sampled tokens is a turn.
+    mean, because the return of a later turn depends on this turn. With one turn per sample, the result equals that of
+    `rloo`. If the data has no turns, every run of sampled tokens is a turn.
 
     A is `G_n` in a group of one, and at a depth that no other sample reaches. If two or more samples of a group reach
     a depth and all returns at this depth are equal, A is exactly 0.

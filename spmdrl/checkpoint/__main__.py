@@ -4,7 +4,7 @@
     python -m spmdrl.checkpoint verify RUN      checks all files against the manifests; exit code 1 if any is damaged
     python -m spmdrl.checkpoint diff A [B]      prints settings, versions, state and weights that differ
 
-RUN is a run folder; `verify` also takes a single checkpoint. A and B are checkpoints or run folders; a run folder
+RUN is a run folder. `verify` also takes a single checkpoint. A and B are checkpoints or run folders, and a run folder
 stands for its newest checkpoint. Without B the two newest checkpoints of the run folder A are compared.
 """
 
@@ -83,7 +83,7 @@ def _best_by(folder: Path) -> str:
 
 
 def show_list(run: str) -> int:
-    """Print the table of a run's checkpoints; return the exit code."""
+    """Print the table of a run's checkpoints, and return the exit code."""
     head = ["step", "time", "size", "ranks", "layout", "metric", "", "files"]
     table = [head, *rows(root_of(run))]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
@@ -93,7 +93,7 @@ def show_list(run: str) -> int:
 
 
 def verify(run: str) -> int:
-    """Verify every checkpoint and print one line for each; return exit code 1 if any is damaged, else 0."""
+    """Verify every checkpoint and print one line for each. Returns exit code 1 if any checkpoint is damaged, else 0."""
     bad = 0
     folders = [Path(run)] if (Path(run) / "MANIFEST.json").exists() else None
     for folder in folders or [root_of(run) / f"step_{step}" for step in reversed(steps_saved(root_of(run)))]:
@@ -106,7 +106,7 @@ def verify(run: str) -> int:
 
 
 def diff(a: str, b: str | None) -> int:
-    """Print the differences between two checkpoints; return the exit code."""
+    """Print the differences between two checkpoints, and return the exit code."""
     if b is None:
         root = root_of(a)
         steps = steps_saved(root)
@@ -124,7 +124,7 @@ def diff(a: str, b: str | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return 1 if `verify` finds a damaged checkpoint, 2 for an error, else 0."""
+    """Run the command. Returns 1 if `verify` finds a damaged checkpoint, 2 for an error, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -35,7 +35,7 @@ class Saver:
         self.metric_logged = False
         """True once a step has logged the metric of `--checkpoint.best`."""
         self.saved = 0
-        """Step of the checkpoint that was last started; 0 before the first one."""
+        """Step of the checkpoint that was started last, or 0 before the first checkpoint."""
         self.expected_bytes = 0
         """Estimated size of the next checkpoint, in bytes."""
         self._thread: threading.Thread | None = None
@@ -47,7 +47,7 @@ class Saver:
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
         """Compute the files that all checkpoints share, and warn if the disk is too full for a checkpoint. Collective.
 
-        If checkpoints are disabled, this only sets `expected_bytes`. It is called before training starts. Raises
+        If checkpoints are disabled, this only sets `expected_bytes`. Call this method before training starts. Raises
         ValueError if a model cannot be saved.
         """
         saved = store.saved_models(models)
@@ -63,9 +63,9 @@ class Saver:
                 warn(str(error))
 
     def record_metrics(self, done: int, values: Mapping[str, float]) -> None:
-        """Record the `--checkpoint.best` metric logged in step `done`, for the checkpoint of step `done - 1`.
+        """Record the `--checkpoint.best` metric that step `done` logged, for the checkpoint of step `done - 1`.
 
-        The value was measured with the weights after step `done - 1`, which are the ones in that checkpoint.
+        The value was measured with the weights after step `done - 1`, which are the weights in that checkpoint.
         """
         metric = self.keep.metric
         if not metric or metric not in values:
@@ -118,9 +118,11 @@ class Saver:
             self.expected_bytes = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
     def poll(self) -> dict[str, float]:
-        """Return `time/checkpoint_write`, the duration in seconds, once after each background write; otherwise {}.
+        """Return `time/checkpoint_write`, the duration in seconds, once after each background write. All other calls
+        return {}.
 
-        Not collective: ranks may notice the end at different steps. Raises the error if the write failed.
+        This method is not collective, because ranks may notice the end at different steps. Raises the error if the
+        write failed.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()

@@ -18,7 +18,7 @@ TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Yield the lines of a report. Except for weights, differences have the form `value in one -> value in other`.
+    """Yield the lines of a report. Differences are written as `value in one -> value in other`, except for weights.
 
     Both checkpoints must be intact.
     """

@@ -13,13 +13,13 @@ import xxhash
 from spmdrl.health.status import rank_status, tick
 
 FULL_DISK = ("No space left", "Disk quota exceeded", "File too large")
-"""Substrings of the messages with which libraries report a full disk."""
+"""Substrings of library error messages that report a full disk."""
 MEASURE_EVERY = 3.0
 """Interval in seconds at which `growth_is_progress` measures the folder's size."""
 
 
 class DiskFullError(ValueError):
-    """The disk is too full for a checkpoint; the message says how much is free and what the user can do."""
+    """The disk is too full for a checkpoint. The message says how much is free and what the user can do."""
 
 
 def file_hash(path: Path) -> str:
@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
 
 def flushed_hash(path: Path) -> str:
     """Hash a newly written file, flush it to disk, and return the hash."""
-    # Hash before flushing: afterwards, the file would be read from disk, which may return different bytes.
+    # Hash before flushing. After flushing, the file would be read from disk, which may return different bytes.
     found = file_hash(path)
     flush(path)
     return found
@@ -137,7 +137,9 @@ def growth_is_progress(folder: Path) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the total size of the files in a folder, in bytes. Files that vanish in the meantime count as 0."""
+    """Return the total size of the files in a folder, in bytes. Files that vanish while the sizes are added up count as
+    0.
+    """
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

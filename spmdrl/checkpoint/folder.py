@@ -1,4 +1,6 @@
-"""Locks the run folder when a job starts, and decides if the job resumes in it, moves it aside or refuses it."""
+"""Locks the run folder when a job starts, and decides whether the job resumes in the folder, moves it aside or refuses
+it.
+"""
 
 import json
 import os
@@ -23,10 +25,11 @@ FIRST_DAY = "first_day"
 
 
 def together(act: Callable[[], Any], world: World) -> list[Any]:
-    """Call `act` on every rank; return all ranks' results, which must be JSON-serialisable, in rank order. Collective.
+    """Call `act` on every rank, and return all ranks' results in rank order. Results must be JSON-serialisable.
+    Collective.
 
-    If `act` fails on any rank, every rank raises an error. A failed rank raises its own error; the others raise one
-    with the message of the first failed rank.
+    If `act` fails on any rank, every rank raises an error. A failed rank raises its own error, and the other ranks
+    raise an error with the message of the first failed rank.
     """
     error = None
     try:
@@ -50,10 +53,10 @@ def on_first(act: Callable[[], Any], world: World) -> Any:
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
-    """Lock the run folder for this job until it ends; return lines for the user. Collective.
+    """Lock the run folder for this job until the job ends, and return lines for the user. Collective.
 
-    With `--run.fresh`, a non-empty folder is first moved aside; nothing is deleted. A job restarted by torchrun or
-    SLURM keeps the folder's content even then. Call this before anything opens a file in the folder.
+    With `--run.fresh`, a non-empty folder is first moved aside, but nothing is deleted. A job that torchrun or SLURM
+    restarted keeps the folder's content even with `--run.fresh`. Call this before anything opens a file in the folder.
 
     timeout: seconds that the other ranks wait for rank 0. An exiting job may still hold the folder, so rank 0 waits for
     its release for up to half of that time, and at most `lock.WAIT` seconds.
@@ -93,7 +96,9 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
 
 
 def _move_aside(folder: Path) -> str:
-    """Rename a run folder, or the target of a link, and create an empty one instead; return a note for the user."""
+    """Rename a run folder, or the target of a link, and create an empty folder in its place. Returns a note for the
+    user.
+    """
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise ValueError(
@@ -140,12 +145,12 @@ def check_settings(
     given: Collection[str] = (),
     kinds: Mapping[str, type] | None = None,
 ) -> list[str]:
-    """Check that a resumed run has the same settings as its folder; return lines for the user. Collective.
+    """Check that a resumed run has the same settings as its folder, and return lines for the user. Collective.
 
     given, kinds: as in `differences`.
 
     Raises ValueError if the folder belongs to another entry point, or if settings that affect results differ and
-    `--run.allow-changes` is not set; the message lists these settings.
+    `--run.allow-changes` is not set. The message lists these settings.
     """
     return on_first(lambda: _compared_settings(recorded_settings(folder), folder, cfg, given, kinds), world)
 

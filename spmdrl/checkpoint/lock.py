@@ -1,9 +1,9 @@
 """Locks a run folder for one job at a time: rank 0 holds a lock on RUN/.lock, whose content identifies the job.
 
-It is a POSIX lock (`fcntl`), not a BSD lock: it belongs to the process rather than the open file, so a forked child
-that outlives a killed rank does not keep it, and it works across machines on NFS. The kernel releases it when the
-process exits. On a file system without locks, a job can still tell from the file's content that another job has taken
-the folder. There is no communication between ranks.
+The lock is a POSIX lock (`fcntl`), not a BSD lock. A POSIX lock belongs to the process rather than the open file, so a
+forked child that outlives a killed rank does not keep the lock. POSIX locks also work across machines on NFS. The
+kernel releases the lock when the process exits. On a file system without locks, a job can still tell from the file's
+content that another job has taken the folder. There is no communication between ranks.
 """
 
 import errno
@@ -43,7 +43,7 @@ class Lock:
     handle: int
     """File descriptor of the lock file. The lock is lost if this process closes any other descriptor of the file."""
     warning: str = ""
-    """Reason why the folder could not be locked; empty if it is locked."""
+    """Reason why the folder could not be locked, or empty if it is locked."""
     record: dict = field(default_factory=dict)
     """Content of the lock file, which describes the previous owner before `sign` and this job afterwards."""
 
@@ -63,7 +63,7 @@ class Lock:
         os.fsync(self.handle)
 
     def problem(self) -> str:
-        """Return the reason why this job must no longer write to the folder; empty if none is known."""
+        """Return the reason why this job must no longer write to the folder, or "" if no reason is known."""
         path = self.folder / NAME
         try:
             mine, there = os.fstat(self.handle), os.stat(path)
@@ -95,7 +95,8 @@ class Lock:
         os.close(self.handle)
 
     def _lock(self) -> bool:
-        """Lock the open file; return False if another process holds the lock. Without locks, set `warning` instead."""
+        """Lock the open file. Returns False if another process holds the lock. Without locks, `warning` is set instead.
+        """
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -109,7 +110,7 @@ class Lock:
 
 
 held: list[Lock] = []
-"""Locks held by this process: empty until it has taken its run folder, then that folder's lock."""
+"""Locks held by this process: none at first, and the run folder's lock once this process has taken the folder."""
 
 
 def take(folder: Path, wait: float = WAIT) -> Lock:
@@ -118,7 +119,7 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
     wait: maximum seconds to wait for another process to release the lock.
 
     Raises:
-        InUseError: another process still holds the lock; the message names it and gives advice.
+        InUseError: another process still holds the lock. The message names the process and gives advice.
         OSError: the lock file cannot be created.
     """
     until = time.monotonic() + wait
@@ -126,7 +127,7 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
         lock = Lock(folder, os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         locked, lock.record = lock._lock(), _read(lock.handle)
         with suppress(FileNotFoundError):
-            # The previous job may have moved or removed the file, so the lock is only valid if the file is still there.
+            # The previous job may have moved or removed the file, so the lock is valid only if the file is still there.
             there = os.stat(folder / NAME)
             if locked and there.st_ino == os.fstat(lock.handle).st_ino:
                 return lock
@@ -141,7 +142,7 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
 
 
 def problem() -> str:
-    """Return `Lock.problem` for the lock held by this process; empty if it holds none."""
+    """Return `Lock.problem` for the lock held by this process, or "" if it holds no lock."""
     return held[0].problem() if held else ""
 
 
@@ -165,7 +166,7 @@ def _read(handle: int) -> dict:
 
 
 def launcher() -> str:
-    """Return a unique name for the torchrun process that started this one; empty without torchrun.
+    """Return a unique name for the torchrun process that started this process, or "" without torchrun.
 
     A torchrun process survives restarts of its ranks, so the name identifies a restarted job. torchrun's environment
     variables do not: several jobs can share a run id, for example "none", and the restart count stays the same on nodes

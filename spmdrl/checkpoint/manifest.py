@@ -24,7 +24,7 @@ class DamagedError(ValueError):
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Return a dict from path to size in bytes for all files but the manifest; -1 for links and special files."""
+    """Return a dict from path to size in bytes for all files but the manifest. Links and special files have size -1."""
     found = {}
     for where, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
@@ -65,7 +65,9 @@ def write_manifest(
 
 
 def _signed(text: str, own: str) -> str:
-    """Return the manifest's text with `own` as the last entry: its hash, or `UNSIGNED` before that is known."""
+    """Return the manifest's text with `own` as the last entry: the manifest's hash, or `UNSIGNED` before the hash is
+    known.
+    """
     return re.sub(r'("xxh3_128": )"[0-9a-f]{32}"(\n\})$', rf'\g<1>"{own}"\g<2>', text)
 
 
@@ -100,10 +102,12 @@ def read_manifest(folder: Path) -> dict:
 
 
 def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]:
-    """Return a list of problems with a checkpoint, empty if it is intact. Damage is never raised as an error.
+    """Return a list of problems with a checkpoint, which is empty if the checkpoint is intact. Damage is never raised
+    as an error.
 
-    A checkpoint is intact if it has exactly the files listed in the manifest, with the listed sizes and hashes, if the
-    folder's name matches the manifest's step, and if every folder of rank files has exactly one per rank.
+    A checkpoint is intact if three conditions hold. It has exactly the files listed in the manifest, with the listed
+    sizes and hashes. The folder's name matches the manifest's step. Every folder of rank files has exactly one file per
+    rank.
 
     hashes: dict from path to hash if the files are already hashed, or None to hash them here.
     """

@@ -20,14 +20,14 @@ class Keep:
     newest: int = 2
     """Number of newest checkpoints to keep."""
     every: int = 0
-    """Also keep every checkpoint whose step is a multiple of this number. 0 to disable."""
+    """Also keep every checkpoint whose step is a multiple of this number. Use 0 to disable this rule."""
     best: str = ""
     """Also keep the best checkpoint by this metric: `name` if higher is better, `-name` if lower is better. Empty to
     disable."""
 
     @property
     def metric(self) -> str:
-        """Name of the metric in `best`, without the sign; empty if there is none."""
+        """Name of the metric in `best`, without the sign. Empty if there is no metric."""
         return self.best.removeprefix("-")
 
 
@@ -38,7 +38,7 @@ def steps_saved(root: Path) -> list[int]:
 
 
 def clean(root: Path) -> None:
-    """Remove incomplete checkpoints of a killed job, and restore those that it was about to replace."""
+    """Remove a killed job's incomplete checkpoints, and restore the checkpoints that the job was about to replace."""
     for path in root.glob(".replaced-step_*") if root.is_dir() else ():
         final = root / path.name.removeprefix(".replaced-")
         if final.exists():
@@ -72,7 +72,7 @@ def measured_value(root: Path, step: int, metric: str) -> float | None:
 
 
 def record_measured(root: Path, step: int, values: Mapping[str, float]) -> None:
-    """Record metrics for the checkpoint of `step`, and drop stale ones for later steps from before a resume."""
+    """Record metrics for the checkpoint of `step`, and drop stale metrics for later steps from before a resume."""
     content: dict = {}
     with suppress(OSError, ValueError):
         content = json.loads((root / "measured.json").read_text())
@@ -90,7 +90,8 @@ def best_step(root: Path, steps: list[int], best: str) -> int | None:
 def prune(root: Path, step: int, keep: Keep) -> None:
     """Remove checkpoints older than `step`, which has been verified, except those that `keep` selects.
 
-    Checkpoints newer than `step` are kept: a resume skipped them as damaged, and the run will overwrite them.
+    Checkpoints newer than `step` are kept. A resume skipped them because they are damaged, and the run will overwrite
+    them.
     """
     older = [s for s in steps_saved(root) if s < step]
     stay = set(older[: max(keep.newest, 1) - 1])
@@ -99,7 +100,7 @@ def prune(root: Path, step: int, keep: Keep) -> None:
         # If no older checkpoint was measured, this adds `step`, which is kept anyway.
         stay |= {best_step(root, older, keep.best) or step}
     for old in [s for s in older if s not in stay]:
-        # Rename the folder first, so that a partly removed one is not mistaken for a damaged checkpoint.
+        # Rename the folder first, so that a partly removed folder is not mistaken for a damaged checkpoint.
         away = root / f".incomplete-step_{old}"
         os.replace(root / f"step_{old}", away)
         shutil.rmtree(away, ignore_errors=True)

@@ -40,8 +40,7 @@ class Content:
     state: dict | None
     """Run state, JSON-serialisable. Only rank 0's value is written."""
     mine: Any = None
-    """This rank's part of the state, as a tree (`checkpoint/treefile.py`). Either set on every rank, or None on every
-    rank."""
+    """This rank's part of the state, as a tree (`checkpoint/treefile.py`). None on either all ranks or no rank."""
     config: TrainingConfig | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Additional manifest entries."""
@@ -119,7 +118,8 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 
 
 def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = files.file_hash) -> dict[str, str]:
-    """Return a dict from path to hash for all files, or to `!` and the error for unreadable files. Collective.
+    """Return a dict from path to hash for all files. Unreadable files have `!` and the error instead of a hash.
+    Collective.
 
     Each file is read by one rank, the same one in every call. read: function that hashes a file.
     """
@@ -152,7 +152,8 @@ def verify(folder: Path, world: World) -> list[str]:
 
 
 def find_resume(root: Path, world: World) -> Path | None:
-    """Return the newest intact checkpoint, or None without checkpoints; warn about newer damaged ones. Collective.
+    """Return the newest intact checkpoint, or None without checkpoints. Warns about newer damaged checkpoints.
+    Collective.
 
     Raises ValueError if all checkpoints are damaged.
     """
@@ -171,7 +172,7 @@ def find_resume(root: Path, world: World) -> Path | None:
 
 
 def load(folder: Path, models: Models) -> dict:
-    """Load a verified checkpoint into the trained models; return its run state. Collective.
+    """Load a verified checkpoint into the trained models, and return its run state. Collective.
 
     Raises ValueError if the checkpoint lacks a model that this run trains.
     """
@@ -189,7 +190,9 @@ def load(folder: Path, models: Models) -> dict:
 
 
 def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any]:
-    """Return manifest entries: versions and, with `config`, layout and hash of the settings that a resume must keep."""
+    """Return manifest entries: versions and, with `config`, the layout and a hash of the settings that a resume must
+    keep.
+    """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -208,5 +211,5 @@ def manifest_facts(config: TrainingConfig | None, world: World) -> dict[str, Any
 
 
 def saved_models(models: Models) -> list[Policy]:
-    """Return the models on this rank that a checkpoint saves; may be empty."""
+    """Return the models on this rank that a checkpoint saves. The list may be empty."""
     return [*([models.policy] if models.policy else []), *models.saved().values()]

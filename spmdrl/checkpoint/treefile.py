@@ -1,6 +1,6 @@
 """Writes and reads a tree of plain values and tensors as one safetensors file, exactly and without pickle.
 
-Leaves are None, bool, int, float, str and torch tensors; containers are dicts with str keys, lists and tuples. Tensors
+Leaves are None, bool, int, float, str and torch tensors. Containers are dicts with str keys, lists and tuples. Tensors
 are stored as the file's tensors, and the rest of the tree as JSON in its metadata.
 """
 
@@ -23,7 +23,7 @@ def write(path: Path, tree: Any) -> None:
     """Write `tree` to `path` atomically.
 
     Tensors may be on any device. `read` returns them on the CPU, detached, and no two of them share memory. Raises
-    TypeError for a value of an unsupported type; the message says where in the tree the value is.
+    TypeError for a value of an unsupported type. The message says where in the tree the value is.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_packed(tree, tensors, "tree"), separators=(",", ":"))
@@ -53,7 +53,9 @@ def read(path: Path) -> Any:
 
 
 def _packed(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Convert `value` to JSON and add its tensors to `tensors`. Types that JSON lacks become {type name: content}."""
+    """Convert `value` to JSON and add its tensors to `tensors`. A value whose type JSON lacks becomes {type name:
+    content}.
+    """
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if isinstance(value, float):

@@ -44,8 +44,8 @@ def disk_full(error: BaseException) -> bool:
 def of_the_machine(error: BaseException) -> bool:
     """Return True for an error caused by memory, a disk, a device or another rank.
 
-    Such an error can hit a single rank while the others wait for it in a collective. An error in a model's code, by
-    contrast, occurs on all ranks, which can continue together.
+    Such an error can hit a single rank while the other ranks wait for it in a collective. An error in a model's code
+    occurs on all ranks, so they can continue together.
     """
     parts = OSError | torch.AcceleratorError | DistError
     return out_of_memory(error) or isinstance(error, parts) or lost_peer(error) or timed_out(error)

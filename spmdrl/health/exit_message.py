@@ -18,7 +18,7 @@ from spmdrl.health.status import rank_status
 T = TypeVar("T")
 
 USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors whose message tells the user what to change; their traceback goes only to the log file."""
+"""Errors whose message tells the user what to change, so their traceback goes only to the log file."""
 LONGEST = 1500
 """Maximum number of characters of an error message in the last line."""
 
@@ -26,8 +26,8 @@ LONGEST = 1500
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
     """Return the result of `work`, or `otherwise` if it fails or takes longer than `seconds`.
 
-    An exiting rank accesses files, including the log, only through this function: the main thread may hold the log's
-    lock while its write to a file system hangs.
+    An exiting rank accesses files, including the log, only through this function, because the main thread may hold the
+    log's lock while its write to a file system hangs.
     """
     done: list[T] = []
 
@@ -42,7 +42,9 @@ def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
 
 
 def advice(error: BaseException) -> str:
-    """Return advice for an error, or "" for mistakes that spmdrl reports, whose messages already contain advice."""
+    """Return advice for an error. For mistakes that spmdrl reports, return "", because their messages already contain
+    advice.
+    """
     if timed_out(error):
         missing = briefly(heartbeats[0].missing, "") if heartbeats else ""
         record = f"`python -m spmdrl.tools.flight {rank_status.folder}` compares the last collectives of all ranks, "
@@ -105,7 +107,7 @@ def failure_line(error: BaseException) -> str:
     """Return the last line of a rank that failed: the rank and its host, the phase, the error and advice."""
     text = str(error)
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
-        # C++ errors start with a source location and end with stack frames; both are removed.
+        # C++ errors start with a source location and end with stack frames, which are removed here.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
     # The message may have several lines, which are joined with bars into a single line.
     text = " | ".join(line.strip() for line in text.splitlines() if line.strip())[:LONGEST]

@@ -34,7 +34,9 @@ exit_lock = threading.Lock()
 
 
 def is_first_to(what: str = "failed") -> bool:
-    """Return True on the first rank to call this with `what`, so that only it prints; on all if the store fails."""
+    """Return True on the first rank to call this function with `what`, so that only one rank prints. If the store
+    fails, return True on every rank.
+    """
     with suppress(Exception):
         if heartbeats:
             return heartbeats[0].plain.add(what, 1) == 1
@@ -151,7 +153,7 @@ def _request_to_leave(number: int, heartbeat: Heartbeat) -> None:
 
 
 def _grace_over(before_exit: Callable[[], None]) -> None:
-    """Terminate this rank in the middle of a step, because the grace period is over."""
+    """Terminate this rank in the middle of a step once the grace period is over."""
     request = preemption.request
     if exiting.is_set() or request is None:
         return
@@ -228,9 +230,9 @@ def watch(
 def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
     """End the whole job on an exception in this context, with one last line: rank, host, phase, cause and advice.
 
-    The process exits without cleaning up, because destructors of a broken process group may wait for lost ranks;
-    torchrun then ends the other ranks. Exit codes: 1 after an error, 0 if the grace period of a request to leave is
-    over, and 128 + n if signal n ended the rank, such as 130 (Ctrl-C) and 143 (SIGTERM, because a rank is lost).
+    The process exits without cleaning up, because destructors of a broken process group may wait for lost ranks. After
+    this exit, torchrun ends the other ranks. Exit codes: 1 after an error, 0 if the grace period of a request to leave
+    is over, and 128 + n if signal n ended the rank, such as 130 (Ctrl-C) and 143 (SIGTERM, because a rank is lost).
 
     phase: returns the phase in progress. before_exit: called before the process exits.
     """
@@ -249,10 +251,10 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
         raise
     except BaseException as error:
         message = failure_line(error)
-        # Every rank logs its own error; one rank prints on the console.
+        # Every rank logs its own error, but only one rank prints on the console.
         _log_to_file(logging.ERROR, f"{message}\n{traceback.format_exc()}")
         if lost_peer(error) or exiting.is_set():
             # The cause is on another rank. Once torchrun notices that rank's exit, torchrun's SIGTERM ends this rank
-            # through the handler. If this rank exited earlier, torchrun would name it as the root cause.
+            # through the handler. If this rank exited before that signal, torchrun would name it as the root cause.
             time.sleep(2)
         _exit_job(message, 1, before_exit, error=error)

@@ -1,7 +1,8 @@
-"""Writes the last collectives of a rank (its flight record) when a job fails; `tools/flight.py` compares the records.
+"""Writes the last collectives of a rank (its flight record) when a job fails, so that `tools/flight.py` can compare
+ranks.
 
-torch's flight recorder (enabled in `session/environ.py`) keeps each collective with its Python frames; its last entries
-are written to RUN/flight/rank_00000.json. A killed rank leaves no record.
+torch's flight recorder (enabled in `session/environ.py`) keeps each collective with its Python frames. The recorder's
+last entries are written to RUN/flight/rank_00000.json. A killed rank leaves no record.
 """
 
 import io
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from spmdrl.health.status import is_informative, rank_status, short, stack
 
 LAST = 50
-"""Maximum number of collectives written per process group; earlier ones are omitted."""
+"""Maximum number of collectives written per process group. Earlier collectives are omitted."""
 POINT_TO_POINT = ("send", "recv")
 sent: dict[str, int] = defaultdict(int)
 """Number of sends and receives by group name. gloo counts them as collectives, but the number differs by rank."""
@@ -63,7 +64,9 @@ def _place(frames: list[dict]) -> str:
 
 
 def warm() -> None:
-    """Import the modules that torch uses to find source lines; this takes 1.5 s, which a failing rank may not have."""
+    """Import the modules that torch uses to find source lines. The import takes 1.5 s, which a failing rank may not
+    have.
+    """
     with suppress(Exception):
         _entries(True)
 
@@ -103,11 +106,12 @@ def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
 def write(
     why: str, others: dict[int, dict] | None = None, error: BaseException | None = None, frames: bool = True
 ) -> Path | None:
-    """Write this rank's record into the run folder; return its path, or None if that fails. Any thread may call this.
+    """Write this rank's record into the run folder. Returns the path, or None if writing fails. Any thread may call
+    this.
 
-    why: the last line of this rank. others: last heartbeat of every rank, which only a few ranks have; it is the only
-    trace of a killed rank. error: error whose stack is written, or None for the main thread's stack. frames: True to
-    include each collective's source line.
+    why: the last line of this rank. others: the last heartbeat of every rank, which only a few ranks have. For a killed
+    rank, this heartbeat is the only trace. error: error whose stack is written, or None for the main thread's stack.
+    frames: True to include each collective's source line.
     """
     folder = rank_status.folder
     if folder is None:

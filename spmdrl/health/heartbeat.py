@@ -2,7 +2,7 @@
 
 Once a second, even if the main thread hangs, it writes this rank's position to the rendezvous store and checks for
 requests to leave, over a separate connection. A rank whose collective timed out can therefore name the missing rank and
-say where it is.
+its source line.
 """
 
 import json
@@ -31,7 +31,7 @@ EVERY = 1.0
 WARM = 30
 """Number of beats after the start of the first step at which `flight_record.warm` prepares the flight record."""
 RETRY = 5.0
-"""Seconds before a retry when the store did not answer; doubled after each subsequent failure."""
+"""Seconds before a retry when the store did not answer. The pause doubles after each subsequent failure."""
 LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
 """Maximum number of this rank's own beats that are kept to compute the age of other ranks' beats."""
@@ -42,7 +42,7 @@ reported first."""
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a process; a later process with the same PID has a different start time."""
+    """Identifies a process. A later process with the same PID has a different start time."""
 
     machine: str
     pid: int
@@ -75,16 +75,18 @@ def state_of(process: Identity) -> str:
 
 
 class Heartbeat(threading.Thread):
-    """The thread that sends the heartbeat. Call `start()` once the process group exists; it ends with the process."""
+    """The thread that sends the heartbeat. Call `start()` once the process group exists. The thread ends with the
+    process.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, stuck: Callable[[float], None]):
         """Open connections to the store, which all ranks share, and publish the identity of this process.
 
-        timeout: `--run.timeout`. stuck: called with the seconds since the main thread's last progress once they exceed
-        the time-out; does not return.
+        timeout: `--run.timeout`. stuck: function that does not return. It is called with the seconds since the main
+        thread's last progress once these seconds exceed the time-out.
         """
         super().__init__(daemon=True, name="heartbeat")
-        # The two clones have their own connections, because the main thread may block on that of `store`.
+        # The two clones have their own connections, because the main thread may block on the connection of `store`.
         # `plain` uses keys without the prefix `beat`.
         self.plain, own = (store.clone() for _ in range(2))  # type: ignore[attr-defined]
         self.store, self.side_store = (dist.PrefixStore("beat", mine) for mine in (own, self.plain))
@@ -94,7 +96,7 @@ class Heartbeat(threading.Thread):
         self.rank, self.size, self.timeout, self.stuck = rank, size, timeout, stuck
         self.me = identity()
         self.failures = 0
-        """Number of consecutive times that the store did not answer."""
+        """How many times in a row the store did not answer."""
         self.again_at = 0.0
         self.seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
         """(total beats of all ranks as counted by the store, time.monotonic()) at each beat of this rank."""
@@ -127,7 +129,7 @@ class Heartbeat(threading.Thread):
         return self.failures > 0
 
     def _beat(self, where: str, since: float) -> None:
-        """Publish this rank's position; read which ranks share this machine, and any request to leave.
+        """Publish this rank's position, and read which ranks share this machine and any request to leave.
 
         If the store does not answer, try again later.
         """
@@ -189,7 +191,7 @@ class Heartbeat(threading.Thread):
         return time.monotonic() - seen[at][1] if at < len(seen) else 0.0
 
     def missing(self) -> str:
-        """Return the ranks that this rank's collective is waiting for, as text; empty if unknown."""
+        """Return, as text, the ranks that this rank's collective is waiting for. Empty if unknown."""
         stopped = {rank for rank, process in self.siblings.items() if state_of(process) in ("T", "t")}
         return self.overview.missing(self.rank, place(), self.beats(sorted(stopped)))
 
@@ -208,4 +210,4 @@ class Heartbeat(threading.Thread):
 
 
 heartbeats: list[Heartbeat] = []
-"""The heartbeat of this process, once it is started; empty before that."""
+"""The heartbeat of this process. The list is empty until the heartbeat is started."""

@@ -1,4 +1,5 @@
-"""Finds where all ranks are when a job ends: a few ranks read all heartbeats and write a summary for the others.
+"""Finds out where all ranks are when a job ends. A few ranks read all heartbeats and write a summary for the other
+ranks.
 
 If every rank of a 1,024-rank job read all heartbeats, the store would have to send a million of them (200 MB) while the
 job is ending, and the flight records would contain just as many.
@@ -19,7 +20,7 @@ STALE = 6.0
 SHOWN = 4
 """Maximum number of ranks that a message names."""
 PLACES = 32
-"""Maximum number of places listed; ranks at other places are counted together."""
+"""Maximum number of places listed. Ranks at other places are counted together."""
 LOOKS, PAUSE = 10, 0.1
 """Number of times that a rank checks for a reader's summary, and the seconds between checks."""
 
@@ -39,7 +40,7 @@ class Place:
 
 
 def key_of(beat: dict, age: Age) -> tuple[str, bool]:
-    """Return where a rank's program is, and True if the rank has stopped reporting; the place is then empty."""
+    """Return a rank's source line, and whether the rank has stopped reporting. The line of a silent rank is empty."""
     silent = age(beat) > STALE
     return "" if silent else beat["place"], silent
 
@@ -90,7 +91,7 @@ class Overview:
         return []
 
     def missing(self, me: int, here: str, stopped: dict[int, dict]) -> str:
-        """Return the ranks that this rank's collective is waiting for, as text; empty if unknown.
+        """Return, as text, the ranks that this rank's collective is waiting for. Empty if unknown.
 
         here: this rank's place. stopped: last beats of ranks on this machine whose processes are stopped.
         """

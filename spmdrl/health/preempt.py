@@ -1,8 +1,9 @@
-"""Preemption: on a signal the run finishes its step, or abandons it if it is still sampling, then saves and exits.
+"""Preemption: on a signal, the run finishes its step, or abandons the step if it is still sampling. The run then saves
+and exits.
 
-Once the first step has started, SIGUSR1 or SIGINT (Ctrl-C) to any rank is a request to all ranks, and so is a SIGTERM
-that was not sent because of a lost rank. A request received by one rank takes effect only after `Agreement` or the
-sampler has all-reduced it (law 1 in CONTRIBUTING.md).
+Once the first step has started, SIGUSR1 or SIGINT (Ctrl-C) to any rank is a request to all ranks. A SIGTERM is also a
+request, unless it was sent because a rank was lost. A request received by one rank takes effect only after `Agreement`
+or the sampler has all-reduced it (law 1 in CONTRIBUTING.md).
 """
 
 import os
@@ -20,7 +21,7 @@ AGENT_WAITS = 25.0
 FROM_AGENT = (signal.SIGTERM, signal.SIGINT)
 """Signals that torchrun forwards to its ranks by default."""
 SAMPLING = 0.5
-"""Fraction of the grace period during which a step may keep sampling; the rest is for saving."""
+"""Fraction of the grace period during which a step may keep sampling. The rest is for saving."""
 ECHO = 3.0
 """Seconds within which a second signal of the same kind counts as forwarded by torchrun: a scheduler may signal all
 processes of a job."""
@@ -30,7 +31,10 @@ class PreemptedError(Exception):
     """Raised on every rank once all ranks have agreed to leave."""
 
     def __init__(self, step: int, why: str, abandoned: bool = False):
-        """Create the error. step: number of finished steps. abandoned: True if another step had started."""
+        """Create the error.
+
+        step: number of finished steps. abandoned: True if another step had started.
+        """
         super().__init__(why)
         self.step, self.abandoned = step, abandoned
 
@@ -47,16 +51,16 @@ class Request:
     rank: int
     """Rank that received the signal."""
     at: float
-    """time.time() of the signal on that rank's clock; used only in messages, since machines' clocks differ."""
+    """time.time() of the signal on that rank's clock. Only messages use it, because machines' clocks differ."""
     grace: float
-    """Seconds until the job must have exited; every rank counts them from the moment it receives the request."""
+    """Seconds until the job must have exited. Every rank counts them from the moment it receives the request."""
 
     def __str__(self) -> str:
         return f"{self.signal} at rank {self.rank}"
 
 
 class Preemption:
-    """The request to leave that this rank has received, if any; one object per process."""
+    """The request to leave that this rank has received, if any. There is one object per process."""
 
     def __init__(self) -> None:
         """Start without a request."""
@@ -70,7 +74,7 @@ class Preemption:
         """Function that a thread calls when the grace period is over."""
 
     def is_repeat(self, number: int) -> bool:
-        """Record a signal to this process; return True for a second one, which ends the job at once.
+        """Record a signal to this process. Returns True for a second signal, which ends the job at once.
 
         Under torchrun two SIGTERM or two SIGINT within `ECHO` seconds count as one: a signal to all processes of a job
         (SLURM's time limit, systemd, Ctrl-C in a terminal) reaches a rank directly and through torchrun. The same holds
@@ -95,7 +99,7 @@ class Preemption:
         return Request(signal.Signals(number).name, int(os.environ.get("RANK", "0")), time.time(), grace)
 
     def accept(self, request: Request) -> bool:
-        """Accept the first request and start its grace period; return False for any later one."""
+        """Accept the first request and start its grace period. Returns False for any later request."""
         if self.request is not None:
             return False
         self.request, self.received = request, time.monotonic()
@@ -126,11 +130,11 @@ def any_rank(mine: bool, group: dist.ProcessGroup) -> bool:
 
 
 def on_signals(handler: Callable[[int], None]) -> Callable[[], None]:
-    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT; return a function that undoes this.
+    """Call `handler(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT. Returns a function that undoes this.
 
-    An ignored SIGINT stays ignored, as in a background job of a script. The thread is needed because the main thread
-    may wait in a collective, where Python runs no handler. Call this in the main thread only; forked processes get
-    their previous handlers back.
+    An ignored SIGINT stays ignored, as in a background job of a script. The thread is needed because Python runs no
+    handler while the main thread waits in a collective. Call this function in the main thread only. Forked processes
+    get their previous handlers back.
     """
     numbers = [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:

@@ -1,6 +1,6 @@
 """Tracks where this rank is (phase, step, line), for its heartbeat and for the last line of a failed job.
 
-Each process has one `rank_status`. Long-running code reports progress by calling `tick()`; a phase change also counts
+Each process has one `rank_status`. Long-running code reports progress by calling `tick()`. A phase change also counts
 as progress.
 """
 
@@ -31,7 +31,7 @@ class RankStatus:
     phase: Callable[[], str] = lambda: ""
     """Function that returns the current phase, or "" between phases."""
     step: int = 0
-    """The current step, starting at 1; 0 before the first step."""
+    """The current step, starting at 1, or 0 before the first step."""
     keeps_partial: bool = False
     """True if a request to leave is accepted before the first step: an evaluation reports its measurements so far."""
     done: int = 0
@@ -39,7 +39,8 @@ class RankStatus:
     count: int = 0
     """Number of `tick` calls of the main thread."""
     side_count: int = 0
-    """Number of `tick` calls of other threads. While the main thread waits for them, it ticks when this rises."""
+    """Number of `tick` calls of other threads. While the main thread waits for other threads, it calls `tick` whenever
+    this count rises."""
     folder: Path | None = None
     """The run folder."""
     saved: Callable[[], int] = lambda: 0
@@ -57,7 +58,7 @@ rank_status = RankStatus()
 
 
 def tick() -> None:
-    """Report progress of this thread; a call takes 0.1 µs."""
+    """Report progress of this thread. A call takes 0.1 µs."""
     if threading.get_ident() == _MAIN:
         rank_status.count += 1
     else:
@@ -78,7 +79,9 @@ def short(path: str, line: int) -> str:
 
 
 def is_informative(path: str) -> bool:
-    """Return True for a file that shows where the program is: not one of torch, Python or the common helpers."""
+    """Return True for a file that shows where the program is, which excludes files of torch, Python and the common
+    helpers.
+    """
     path = path.replace(os.sep, "/")
     return not any(part in path for part in _QUIET) and not path.startswith(_STANDARD)
 
@@ -102,7 +105,7 @@ def stack(error: BaseException | None = None) -> list[str]:
 
 
 class IdleClock:
-    """Measures how many seconds the main thread has made no progress; another thread calls `look` regularly.
+    """Measures for how many seconds the main thread has made no progress. Another thread calls `look` regularly.
 
     Time between two calls counts at most `longest_look` seconds, because the process may have been stopped.
     """

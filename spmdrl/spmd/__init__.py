@@ -1,4 +1,4 @@
-"""One program on many ranks: groups, collectives, the prompt queue, seeds.
+"""Runs one program on many ranks: process groups, collectives, the prompt queue, seeds.
 
 mesh.py        starts the job: process groups, mesh axes, and a `World` for the run, frozen models or a thread
 world.py       groups, axes and roles of one rank

@@ -1,9 +1,9 @@
 """Checks once a step that all ranks ran the same number of collectives and hold equal values.
 
-A mismatch means that a rank broke law 1 (CONTRIBUTING.md). Ranks compare by all-reducing a few integers over a separate
+A mismatch means that a rank broke law 1 (CONTRIBUTING.md). To compare, ranks all-reduce a few integers over a separate
 process group, so that a mismatched collective in another group cannot interfere. The error lists groups, ranks and
-counts; the flight record (`health/flight_record.py`) has the source lines. The same all-reduce tells all ranks whether
-one of them has been asked to leave.
+counts. The source lines are in the flight record (`health/flight_record.py`). The same all-reduce tells all ranks
+whether one of them has been asked to leave.
 """
 
 import hashlib
@@ -73,15 +73,16 @@ class Agreement:
             self.own = own
 
     def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
-        """Compare the ranks; return True if any rank has been asked to leave. Collective.
+        """Compare the ranks, and return True if any rank has been asked to leave. Collective.
 
-        values: name -> JSON-serialisable value that must be equal on all ranks; every rank passes the same names.
-        leave: True if this rank has been asked to leave. Raises LockstepError on every rank if ranks differ; the
+        values: name -> JSON-serialisable value that must be equal on all ranks. Every rank passes the same names.
+        leave: True if this rank has been asked to leave. Raises LockstepError on every rank if ranks differ. The
         message lists the differences.
         """
         counts = {name: collectives_of(group) for name, group in self.groups.items()}
         facts = [value_hash(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]
-        # One max-reduction yields both extremes of each fact: the minimum is the negated maximum of the negated fact.
+        # One max-reduction yields the maximum and the minimum of each fact, because the minimum is the negated maximum
+        # of the negated fact.
         least = [-fact if fact != NEVER else NEVER for fact in facts]
         row = torch.tensor([int(leave), *facts, *least])
         all_reduce(row, "max", self.own if self.world.size > 1 else None)

@@ -56,7 +56,7 @@ def largest(parts: list[list[int]], costs: list[int]) -> int:
 
 
 def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
-    """Even out the total costs by swapping items of the costliest part for items of cheap parts; return the new parts.
+    """Even out total costs by swapping items of the costliest part for items of cheap parts, and return the new parts.
 
     Each part keeps its item count. If parts have more than FEW items on average, they are returned unchanged.
 
@@ -76,7 +76,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
             gap = sums[top] - sums[part]
             for a in parts[top]:
                 for b in parts[part]:
-                    # The best swap moves half of the gap; moving the whole gap gains nothing.
+                    # The best swap moves half of the gap. Moving the whole gap gains nothing.
                     left = abs(gap - 2 * (costs[a] - costs[b]))
                     if left < gap and (best is None or left < best[0]):
                         best = left, part, a, b
@@ -92,7 +92,7 @@ def with_swaps(parts: list[list[int]], costs: list[int]) -> list[list[int]]:
 
 
 def longest_first(costs: list[int], parts: int) -> list[tuple[int, list[int]]]:
-    """Assign items, costliest first, to the cheapest part so far (Graham, 1969); return (cost, items) per part."""
+    """Assign items, costliest first, to the cheapest part so far (Graham, 1969). Returns (cost, items) per part."""
     bins = [(0, part) for part in range(parts)]
     members: list[list[int]] = [[] for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -107,7 +107,7 @@ def assign_groups(
 ) -> torch.Tensor:
     """Assign like `assign_balanced`, but count `common_N` (int64 [N]) once for all items of a group on one rank.
 
-    Groups either stay together or are assigned item by item, whichever gives the busiest rank less work.
+    Either all groups stay together or all items are assigned individually, whichever gives the busiest rank less work.
     """
     alone = assign_balanced(costs_N, share_N, ranks)
     together = assign_units(costs_N, share_N, group_N, common_N, ranks)
@@ -115,7 +115,7 @@ def assign_groups(
 
 
 def _busiest(rank_N, costs_N, share_N, group_N, common_N, ranks: int) -> int:
-    """Sum the busiest rank's work over all shares; a rank counts the common work of a group once."""
+    """Sum the busiest rank's work over all shares. A rank counts the common work of a group once."""
     pairs, place_N = torch.unique(torch.stack([share_N * ranks + rank_N, group_N], 1), dim=0, return_inverse=True)
     common = torch.zeros(len(pairs), dtype=torch.int64).scatter_reduce_(0, place_N, common_N, "amax")
     slots = (int(share_N.max()) + 1) * ranks if len(share_N) else 0

@@ -12,9 +12,10 @@ import xxhash
 _LANES = 4096
 """Words per row of the grid into which `weighted_sum` arranges a tensor."""
 _ROWS = 4096
-"""Rows summed at a time. torch copies them into a wider dtype, which takes at most 128 MiB."""
+"""Number of rows summed at a time. torch copies these rows into a wider dtype, which takes at most 128 MiB."""
 _BY_ROW = 2 * 0x9E3779B1
-"""Multiplier of the row weights. It is even and column weights are odd, so each word's weight, their sum, is odd."""
+"""Multiplier of the row weights. The multiplier is even and column weights are odd, so the weight of each word, which
+is their sum, is odd."""
 
 
 def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
@@ -68,10 +69,10 @@ def _odd(n: int, device: torch.device) -> torch.Tensor:
 
 
 def word_sum(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum all words of all tensors modulo 2**64; fusing q, k, v or gate and up does not change the sum.
+    """Sum all words of all tensors modulo 2**64. Fusing q, k, v or gate and up does not change the sum.
 
-    Digests verify the transferred bytes; this sum verifies the weights in the engine's memory. It does not detect
-    permuted values, but comparing the engine's logp does.
+    Digests verify the transferred bytes, and this sum verifies the weights in the engine's memory. The sum does not
+    detect permuted values, but comparing the engine's logp does.
     """
     return total_of(word_sums(tensors))
 

@@ -14,9 +14,10 @@ Value = TypeVar("Value")
 
 
 def to_device(value: Value, device: torch.device) -> Value:
-    """Copy the host tensors in a value to a device asynchronously; for a CPU device, return the same tensors.
+    """Copy the host tensors in a value to a device asynchronously. For a CPU device, the same tensors are returned.
 
-    value: a tensor, or a nested dataclass, dict, list or tuple that contains tensors; anything else is passed through.
+    value: a tensor, or a nested dataclass, dict, list or tuple that contains tensors. Any other value is passed
+    through.
     """
     copies: dict[int, torch.Tensor] = {}
 

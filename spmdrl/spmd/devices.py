@@ -6,11 +6,14 @@ import torch
 import torch.distributed as dist
 
 STANDS_FOR: dict[str, str] = {"meta": "cuda"}
-"""Device type without memory -> the device type it stands for: a plan (`plan/`) computes on torch's meta device."""
+"""Device type without memory -> the device type that it stands for. A plan (`plan/`) computes on torch's meta
+device."""
 
 
 def kind_of(device: torch.device) -> str:
-    """Return the kind of a rank's device, `cpu` or `cuda`; a plan's meta device counts as the device it stands for."""
+    """Return the kind of a rank's device, `cpu` or `cuda`. A plan's meta device counts as the device that it stands
+    for.
+    """
     return STANDS_FOR.get(device.type, device.type)
 
 
@@ -35,7 +38,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def without_gpu() -> str:
-    """Return a hint why torch might find no GPU, or an empty string for a torch build without GPU support."""
+    """Return a hint as to why torch might find no GPU, or an empty string for a torch build without GPU support."""
     if torch.version.cuda is None and torch.version.hip is None:
         return ""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")

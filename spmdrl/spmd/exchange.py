@@ -35,7 +35,7 @@ def _group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Gather rows from every rank r of the group into a list of [n_r, K]; row counts may differ. Collective.
+    """Gather rows from every rank r of the group into a list of [n_r, K]. Row counts may differ. Collective.
 
     group: process group, or None for a single-rank job, which does not communicate.
     """
@@ -59,7 +59,7 @@ def all_gather_alike(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Gather like `all_gather_rows`, but without padding, for when a few ranks have many rows. Collective.
+    """Gather like `all_gather_rows`, but without padding, which is better if a few ranks have many rows. Collective.
 
     Rows are first split evenly across ranks and then all-gathered, so no rank holds more than one copy of all rows.
     counts: number of rows on each rank.
@@ -82,7 +82,8 @@ def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.Proc
 
 
 def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], list[int]]:
-    """Gather the distinct row sets of all ranks on the host; return them and each rank's index into them. Collective.
+    """Gather the distinct row sets of all ranks on the host. Returns the sets, and each rank's index into them.
+    Collective.
 
     Only the first of several ranks with equal rows sends them, so a thousand replicas take the memory of one. If all
     ranks have equal rows, each sends only 16 bytes.
@@ -103,7 +104,7 @@ def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) 
 
 
 def _bytes_of(text: str) -> torch.Tensor:
-    """Encode a string as uint8 [n, 1]; an empty string becomes a space."""
+    """Encode a string as uint8 [n, 1]. An empty string becomes a space."""
     return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)[:, None]
 
 
@@ -135,7 +136,7 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None, device: torch.dev
 def broadcast_rows(
     rows_nK: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Broadcast any number of rows [n, ...] from the first rank of a group; return them on the CPU. Collective.
+    """Broadcast any number of rows [n, ...] from the first rank of a group, and return them on the CPU. Collective.
 
     The dtype and row shape must be equal on all ranks. device: device of the group's collectives; "cpu" for a host-side
     group.
@@ -179,7 +180,7 @@ def _row_bytes(values: torch.Tensor) -> int:
 
 
 def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the row indices of the items `order`, into the rows of all items."""
+    """Return the indices of the rows that belong to the items in `order`, within the rows of all items."""
     starts = torch.cumsum(lengths_n, 0) - lengths_n
     picked = lengths_n[order]
     offsets = torch.arange(int(picked.sum())) - torch.repeat_interleave(torch.cumsum(picked, 0) - picked, picked)
@@ -188,7 +189,7 @@ def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def select(table: Table, order: torch.Tensor) -> Table:
     """Return the table's items at the indices `order` (int64 [m]), in that order."""
-    # Columns can share a lengths tensor, as those of a batch do; their row indices are computed only once.
+    # Columns can share a lengths tensor, as the columns of a batch do. Their row indices are computed only once.
     distinct = {id(lengths): lengths for lengths in table.lengths.values()}
     picked = {key: (lengths[order], _places(lengths, order)) for key, lengths in distinct.items()}
     of = {name: picked[id(lengths)] for name, lengths in table.lengths.items()}
@@ -206,7 +207,7 @@ def redistribute(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Table:
-    """Send each item to its destination; return the received items, sorted by key. Collective.
+    """Send each item to its destination, and return the received items, sorted by key. Collective.
 
     table: this rank's items, on the host. everyone: per rank, int64 [n_r, K + C]: its items' keys, followed by their
     lengths in each column, in `table.values` order. destinations: per rank, int64 [n_r]: the group ranks that receive
@@ -217,7 +218,7 @@ def redistribute(
         return select(table, lexsort(table.keys_nK))
     names, n_keys = list(table.values), table.keys_nK.shape[1]
     widths = [_row_bytes(table.values[name]) for name in names]
-    # Visit only ranks that receive items from this rank; in a large job most receive none.
+    # Visit only ranks that receive items from this rank, because most ranks of a large job receive none.
     send_sizes, send = [0] * world, [torch.empty(0, dtype=torch.uint8)]
     for rank in torch.unique(destinations[me]).tolist():
         part = select(table, torch.nonzero(destinations[me] == rank).flatten())
@@ -260,8 +261,8 @@ def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torc
     """Move every item to the rank that `assign` returns for it. Collective.
 
     table: this rank's items, with columns in the same order on every rank. assign: function from the rows of all ranks
-    [N, K + C], sorted by key, to group ranks, int64 [N]; every rank calls it with the same rows, so the plan needs no
-    broadcast. group: process group, or None for a single-rank job. device: device of the group's collectives.
+    [N, K + C], sorted by key, to group ranks, int64 [N]; every rank calls `assign` with the same rows, so the plan
+    needs no broadcast. group: process group, or None for a single-rank job. device: device of the group's collectives.
 
     Returns the items that this rank received and the rows [N, K + C] of all ranks, both sorted by key.
     """

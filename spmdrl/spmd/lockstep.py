@@ -2,8 +2,8 @@
 
 A dispatch mode intercepts every c10d operation. For the n-th collective of a process group, each rank writes (call
 site, operation, shapes) to the rendezvous store, counts the ranks with the same entry, and waits for the verdict of the
-last rank to arrive. All entries are read only on a mismatch or if a rank does not arrive. This is slow, but needs no
-code at call sites, so it also covers collectives inside FSDP.
+last rank to arrive. All entries are read only on a mismatch or if a rank does not arrive. The mode is slow, but needs
+no code at call sites, so it also covers collectives inside FSDP.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py", "typing_extensions.py")
-"""`call_site` skips frames in files whose path contains one of these; the last wraps deprecated torch functions."""
+"""Path fragments of files whose frames `call_site` skips. The last file wraps deprecated torch functions."""
 _HELPERS = ("spmdrl/spmd/",)
 """Folder of shared helpers that run collectives for many callers, so a line in it does not identify the call site."""
 
 
 class LockstepError(RuntimeError):
-    """Ranks ran different collectives; the message lists the differences."""
+    """Ranks ran different collectives. The message lists the differences."""
 
 
 def call_site() -> str:
-    """Return the innermost non-torch frame as file:line; if it is in `spmd/`, also its callers: `a:1 < b:2`."""
+    """Return the innermost non-torch frame as file:line. If it is in `spmd/`, its callers follow: `a:1 < b:2`."""
     frame, places = sys._getframe(1), []
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
@@ -74,7 +74,7 @@ class Lockstep(TorchDispatchMode):
         """Compare a collective across ranks, then run it."""
         if func.namespace == "c10d":
             group = _group_of(args)
-            # Sends and receives differ between ranks by design; all other operations must be the same call on every
+            # Sends and receives differ between ranks by design, but all other operations must be the same call on every
             # rank.
             if group is not None and group.size() > 1 and func._opname not in ("send", "recv_", "recv_any_source_"):
                 self._compare(group, func._opname, [tuple(t.shape) for t in _tensors(args)])
@@ -84,7 +84,7 @@ class Lockstep(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         name = f"lockstep/{'-'.join(map(str, ranks))}/{group.group_name}"
         turn = self.counts[name] = self.counts.get(name, -1) + 1
-        # Ragged payloads differ in size by design, and the root of a gather passes more tensors than the others.
+        # Ragged payloads differ in size by design, and the root of a gather passes more tensors than the other ranks.
         suffix = "" if any(kind in op for kind in ("alltoall", "gather_", "scatter_")) else f" {shapes}"
         entry = f"{call_site()} {op}{suffix}"
         self.history.append(entry)

@@ -1,7 +1,7 @@
 """Starts the process groups and named mesh axes of a run.
 
 Every rank calls `start()` once and gets a `World` with its device, process groups and mesh axes. Device collectives run
-on NCCL (GPU) or gloo (CPU); small host collectives always use a separate gloo group.
+on NCCL (GPU) or gloo (CPU). Small host collectives always use a separate gloo group.
 """
 
 import os
@@ -22,7 +22,7 @@ from spmdrl.spmd.roles import AXES, axis_sizes, roles_of
 from spmdrl.spmd.world import World
 
 JOIN = timedelta(seconds=120)
-"""Time limit for all ranks to join at startup; a longer `--run.timeout` takes precedence."""
+"""Time limit for all ranks to join at startup. A longer `--run.timeout` takes precedence."""
 LATER = timedelta(seconds=60)
 """Extra time after `--run.timeout` before NCCL aborts a job. `failure.watch` aborts it earlier and names the rank."""
 JOIN_POLL = 0.02
@@ -71,12 +71,13 @@ def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.
     """Return the store under a prefix unique to this start. Collective over all ranks of this start.
 
     torchrun's agent keeps one store across restarts, but a start must not see keys left by an earlier one (addresses of
-    dead processes, counters). Ranks share no restart number: an agent counts only the restarts that its own node
-    requested.
+    dead processes, counters). Ranks have no common restart number, because an agent counts only the restarts that its
+    own node requested.
 
     Rank 0 draws the prefix and answers each request under a key that only the requesting rank reads, until all ranks
-    have the prefix. It also answers requests from dead processes, which is harmless: torchrun starts processes only
-    after all earlier ones have exited. Raises RuntimeError if a rank does not join within `wait`.
+    have the prefix. Rank 0 also answers requests from dead processes. These answers are harmless, because torchrun
+    starts processes only after all earlier processes have exited. Raises RuntimeError if a rank does not join within
+    `wait`.
     """
     joining, me = dist.PrefixStore("joining", store), secrets.token_hex(8)
     if rank:
@@ -166,7 +167,7 @@ def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> Wo
 def twin(world: World, wait: timedelta) -> World:
     """Return a CPU copy of a world with its own process groups, for a background thread. Collective.
 
-    It shares its meshes with `world`: use them to look up positions, but not to communicate.
+    The copy shares its meshes with `world`. Use these meshes to look up positions, but not to communicate.
     """
     with apart_from_default():
         host = dist.new_group(backend="gloo", timeout=wait)
@@ -180,8 +181,8 @@ def twin(world: World, wait: timedelta) -> World:
 def apart_from_default() -> Iterator[None]:
     """Create new groups in this context without splitting them off the default group's NCCL communicator.
 
-    torch splits the communicator if a device is bound to the default group. Then ranks outside the new group must take
-    part in its creation too, and creation hangs if they do not or if the new group uses gloo.
+    torch splits the communicator if a device is bound to the default group. With a split, ranks outside the new group
+    must take part in its creation, too. Creation hangs if they do not, or if the new group uses gloo.
     """
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
@@ -192,7 +193,8 @@ def apart_from_default() -> Iterator[None]:
 
 
 def _make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
-    """Create host-side groups of `ranks` and of all other ranks; return this rank's. Collective over all ranks.
+    """Create a host-side group of `ranks` and one of all other ranks, and return this rank's group. Collective over all
+    ranks.
 
     Returns `host` if there are no other ranks.
     """
@@ -226,7 +228,7 @@ def _make_shard_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -
 
 
 def _make_data_group(mesh: DeviceMesh, wait: timedelta) -> tuple[dist.ProcessGroup | None, torch.Tensor]:
-    """Create `World.data_group`; return it and `World.holders`. Collective."""
+    """Create `World.data_group`. Returns the group and `World.holders`. Collective."""
     places = [AXES.index(axis) for axis in ("dp_replicate", "dp_shard", "pp", "sp", "tp")]
     ordered = mesh.mesh.long().permute(places)
     holders = ordered.reshape(ordered.shape[0] * ordered.shape[1], -1)

@@ -16,7 +16,9 @@ OUTSIDE = "192.0.2.1"
 
 
 def source_of(address: str) -> str:
-    """Return this node's IPv4 address on the route to `address`; sends nothing. Raises OSError without a route."""
+    """Return this node's IPv4 address on the route to `address`, without sending anything. Raises OSError without a
+    route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return probe.getsockname()[0]

@@ -18,7 +18,7 @@ class Peers:
     device: torch.device
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks; the result is on the device. Collective."""
+        """Sum a tensor over all ranks. The result is on the device. Collective."""
         return all_reduce(to_device(x, self.device), "sum", self.group)
 
     def most(self, number: int) -> int:

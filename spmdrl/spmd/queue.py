@@ -44,20 +44,22 @@ class PromptQueue:
 
 
 class Tally:
-    """Counts a rollout's finished groups until there are enough; all ranks of an engine get the same answer.
+    """Counts a rollout's finished groups until there are enough. All ranks of an engine get the same answer.
 
-    Assignment `queue`: all engines share one counter. An engine without newly finished groups reads it only every
-    POLL_EVERY seconds, to limit the load on the store with a thousand engines. `static`: each engine counts only its
-    own groups (for bit-exact runs).
+    Assignment `queue`: all engines share one counter. An engine without newly finished groups reads the counter only
+    every POLL_EVERY seconds, so that a thousand engines do not overload the store. `static`: each engine counts only
+    its own groups (for bit-exact runs).
     """
 
     def __init__(self, world: World, round_name: str, enough: int, assignment: str):
-        """Start at 0. enough: the count from which `reached` returns True, or 0 for never."""
+        """Start at 0. enough: the count at which `reached` first returns True, or 0 for never."""
         self.world, self.enough, self.key = world, enough, f"tally/{round_name}"
         self.static, self.count, self.poll_at = assignment == "static", 0, 0.0
 
     def reached(self, more: int) -> bool:
-        """Add `more` to the count; return True once it reaches `enough`. Collective over the ranks of an engine."""
+        """Add `more` to the count, and return True once the count reaches `enough`. Collective over the ranks of an
+        engine.
+        """
         if not self.enough:
             return False
         if self.static:

@@ -13,8 +13,8 @@ parallelism. A policy with expert parallelism derives its expert axis from these
 class Roles:
     """Ranks that train, score and sample. With placement `colocated`, every rank does all three.
 
-    With placement `split`, the ranks that sample do nothing else. Scorers hold the frozen models; they are the trainers
-    unless they have separate ranks.
+    With placement `split`, the ranks that sample do nothing else. Scorers hold the frozen models. The trainers are also
+    the scorers unless scorers have separate ranks.
     """
 
     trainers: tuple[int, ...]
@@ -28,7 +28,7 @@ class Roles:
 
 
 def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Return the size of each axis; dp_shard = -1 becomes the size that uses all ranks.
+    """Return the size of each axis. A dp_shard of -1 becomes the size that uses all ranks.
 
     The sp axis includes the context-parallel ranks (`parallel.cp`).
 

@@ -53,5 +53,5 @@ def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shift(x, 30)) * signed(_MIX1)
     x = (x ^ _shift(x, 27)) * signed(_MIX2)
     x = x ^ _shift(x, 31)
-    # 52 bits plus one half are exact in float64; with 53 bits the largest number would round to 1.
+    # 52 bits plus one half are exact in float64. With 53 bits, the largest number would round to 1.
     return (_shift(x, 12).double() + 0.5) * 2.0**-52

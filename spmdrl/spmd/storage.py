@@ -19,21 +19,24 @@ from spmdrl.spmd.devices import kind_of
 
 Place = Literal["host", "disk", "gone"]
 """Storage for the contents of parked tensors. `host`: host memory, pinned if the device is a GPU. `disk`: an unnamed
-file, which disappears with the process. `gone`: nowhere; the contents are undefined after restoring."""
+file, which disappears with the process. `gone`: the contents are dropped, and undefined after restoring."""
 
 PIECE = 64 << 20
-"""Size of one host buffer in bytes: a power of two, since torch rounds pinned allocations up to one anyway."""
+"""Size of one host buffer in bytes. It is a power of two, because torch rounds pinned allocations up to a power of
+two."""
 WORTH_TRIMMING = 32 << 20
-"""Minimum number of freed bytes that are returned to the OS; the allocator keeps smaller amounts."""
+"""Minimum number of freed bytes that are returned to the OS. The allocator keeps smaller amounts."""
 
 
 def moves(place: str, device: torch.device) -> bool:
-    """Return True if parking at `place` frees memory on `device`; on a CPU, `host` frees nothing."""
+    """Return True if parking at `place` frees memory on `device`. On a CPU, `host` frees nothing."""
     return place in ("disk", "gone") or (place == "host" and kind_of(device) != "cpu")
 
 
 def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> list[torch.UntypedStorage]:
-    """Return the distinct non-empty storages of tensors on a device type; for a DTensor, its local shard's storage."""
+    """Return the distinct non-empty storages of tensors on a device type. A DTensor's storage is that of its local
+    shard.
+    """
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor is None:
@@ -46,7 +49,7 @@ def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> lis
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None], device_type: str) -> int:
-    """Return the number of bytes that tensors occupy on a device type; parked tensors count as 0."""
+    """Return the number of bytes that tensors occupy on a device type. Parked tensors count as 0."""
     return sum(storage.nbytes() for storage in storages_of(tensors, device_type))
 
 
@@ -56,14 +59,16 @@ class Parked:
     def __init__(self, tensors: Iterable[torch.Tensor | None], place: Place, device: torch.device):
         """Copy the tensors' bytes to `place` and free their memory on the device.
 
-        tensors: the tensors to park; those on another device type or already parked are skipped. device: their device.
+        tensors: the tensors to park. Tensors on another device type and parked tensors are skipped. device: device of
+        the tensors.
 
-        Raises OSError if the bytes do not fit in the temporary folder, and ValueError like `scratch_folder`; the
-        tensors are then unchanged.
+        Raises OSError if the bytes do not fit in the temporary folder, and ValueError like `scratch_folder`. After an
+        error, the tensors are unchanged.
         """
         self.place, self.device = place, device
         storages = storages_of(tensors, device.type)
-        # (storage, bytes, offset in the copy) of the storages to bring back; `bring_back` takes them from the end.
+        # (storage, bytes, offset in the copy) of each storage to restore. `bring_back` takes storages from the end of
+        # this list.
         self.waiting: list[tuple[torch.UntypedStorage, int, int]] = []
         total = 0
         for storage in storages:
@@ -104,15 +109,15 @@ class Parked:
         self.tape = None
 
     def forget(self) -> None:
-        """Drop the copy of the bytes; `bring_back` then leaves the tensor contents undefined."""
+        """Drop the copy of the bytes, so that `bring_back` leaves the tensor contents undefined."""
         self.tape, self.place = None, "gone"
 
 
 def give_back(device: torch.device, size: int) -> None:
     """Make the allocator release memory after `size` bytes were freed.
 
-    glibc keeps freed blocks (see `environ.keep_freed_memory`): without trimming, 600 MiB in 1 MiB tensors stay
-    resident; trimming them takes 0.03 s. The page faults on the next use cost more than that, so host memory is
+    glibc keeps freed blocks (see `environ.keep_freed_memory`). Without trimming, 600 MiB in 1 MiB tensors stay
+    resident. Trimming takes 0.03 s, but the page faults on the next use cost more time. Host memory is therefore
     released to the OS only after parking on disk.
     """
     if device.type == "cuda":
@@ -133,7 +138,9 @@ def _memory(raw: torch.Tensor) -> memoryview:
 
 
 def _pieces(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Split [offset, offset + size) at buffer boundaries; yield (buffer, offset in it, offset in the bytes, length)."""
+    """Split [offset, offset + size) at buffer boundaries. Yields (buffer, offset in the buffer, offset in the bytes,
+    length).
+    """
     done = 0
     while done < size:
         buffer, start = divmod(offset + done, PIECE)

@@ -23,13 +23,15 @@ class World:
     local_rank: int
     device: torch.device
     host_group: dist.ProcessGroup
-    """Host-side group of all ranks: its collectives run on the CPU, on gloo."""
+    """Host-side group of all ranks, with collectives on the CPU over gloo."""
     store: dist.Store
     roles: Roles
     rollout_group: dist.ProcessGroup
-    """Host-side group of the ranks that sample; on other ranks, the group of those that do not."""
+    """Host-side group of the ranks that sample. On a rank that does not sample, the group of all ranks that do not
+    sample."""
     training_group: dist.ProcessGroup
-    """Host-side group of the ranks that train; on other ranks, the group of those that do not."""
+    """Host-side group of the ranks that train. On a rank that does not train, the group of all ranks that do not
+    train."""
     role_group: dist.ProcessGroup
     """Host-side group of the ranks with this rank's role: all ranks unless the placement is `split`."""
     mesh: DeviceMesh
@@ -37,12 +39,12 @@ class World:
     rollout_mesh: DeviceMesh
     """Axes [engine, tp] over the ranks that sample: a rank's engine, and its position in that engine."""
     shard_mesh: DeviceMesh
-    """Axis over which parameters are sharded (dp_shard and sp flattened), preceded by dp_replicate if that is larger
-    than 1."""
+    """Axis over which parameters are sharded (dp_shard and sp flattened), preceded by dp_replicate if dp_replicate is
+    larger than 1."""
     data_group: dist.ProcessGroup | None = None
-    """Ranks that split the samples: one for each position on dp_replicate x dp_shard (data position), all at this
-    rank's position on the other axes. A rank's index in the group is its data position. None if there is only one data
-    position."""
+    """Ranks that split the samples. The group has one rank for each position on dp_replicate x dp_shard (data
+    position), and all of its ranks share this rank's position on the other axes. A rank's index in the group is its
+    data position. None if there is only one data position."""
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
     """int64 [data positions, copies]: the ranks that hold each data position's samples."""
     is_twin: bool = False
@@ -50,7 +52,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0; may guard output, but never communication (law 1, CONTRIBUTING.md)."""
+        """True on rank 0. This property may guard output, but never communication (law 1, CONTRIBUTING.md)."""
         return self.rank == 0
 
     @property
@@ -116,7 +118,7 @@ class World:
 
     @cached_property
     def engine_tp_rank(self) -> int:
-        """This rank's position in its engine; the rank at position 0 holds the episodes."""
+        """This rank's position in its engine. The rank at position 0 holds the episodes."""
         return self.rollout_mesh["tp"].get_local_rank()
 
     @cached_property

@@ -1,4 +1,5 @@
-"""Slices of weight tensors that ranks hold and need (boxes), their transfer between ranks, and safetensors files.
+"""Describes the slices of weight tensors that ranks hold and need (boxes), transfers them between ranks, and reads and
+writes safetensors files.
 
 boxes.py        boxes: rectangular slices of a tensor, with an index range per dimension
 experts.py      maps the parameters of a HF model to checkpoint tensors

@@ -26,7 +26,7 @@ class Piece:
     tensor: torch.Tensor
     """Values of the slice, with the shape of `box`."""
     exact: bool = False
-    """True if the tensor must never be cast, as for routing biases, where rounding would change the chosen experts."""
+    """True if the tensor must never be cast. Rounding a routing bias, for example, would change the chosen experts."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def cut(one: Box, other: Box) -> Box | None:
 
 
 def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
-    """Return a view of the part of `tensor` that `box` covers.
+    """Return a view of the slice of `tensor` that `box` covers.
 
     box: index ranges in the whole tensor. origin: the box that `tensor` holds, or None if it is the whole tensor.
     """
@@ -150,8 +150,8 @@ MEETING = 1 << 16
 def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find all pairs of overlapping boxes of the same tensor.
 
-    one, other: boxes as rows; `other` must be sorted by tensor. Returns three arrays with one entry per pair, ordered
-    by `one` and then by `other`: the index into `one`, the index into `other`, and the overlap as a row.
+    one, other: boxes as rows, where `other` must be sorted by tensor. Returns three arrays with one entry per pair,
+    ordered by `one` and then by `other`: the index into `one`, the index into `other`, and the overlap as a row.
     """
     dims = one.shape[1] // 2
     first, last = (np.searchsorted(other[:, 0], one[:, 0], side) for side in ("left", "right"))
@@ -180,8 +180,8 @@ def clashing(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return groups
     dims, count = rows.shape[1] // 2, groups[-1] + 1
-    # In most groups, the boxes follow one another along some dimension, so they cannot overlap. Only the other groups
-    # are compared pair by pair, because the number of pairs grows with n^2.
+    # In most groups, the boxes follow one another along some dimension and therefore cannot overlap. Only the other
+    # groups are compared pair by pair, because the number of pairs grows with n^2.
     meets = (groups[1:] == groups[:-1])[:, None] & (rows[1:, 1 : 1 + dims] < rows[:-1, 1 + dims :])
     unsure = np.logical_and.reduce([np.bincount(groups[1:][d], minlength=count) > 0 for d in meets.T])
     chosen = unsure[groups]

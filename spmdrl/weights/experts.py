@@ -2,8 +2,8 @@
 
 transformers 5 packs all experts of a layer into one parameter, [E, 2I, H] or [E, H, I]. Checkpoints, which vLLM and
 SGLang also read, have one tensor per expert and projection. For a few model families, checkpoints also use different
-module names. `Layout` lists the checkpoint tensor slices in a shard, for reading and writing. It uses the mapping from
-transformers (`conversion_mapping.py`), so it writes what save_pretrained would write.
+module names. `Layout` lists the checkpoint tensor slices in a shard, for reading and writing. `Layout` uses the mapping
+from transformers (`conversion_mapping.py`), so the written tensors are those that save_pretrained would write.
 
 E: number of experts; I: expert intermediate size; H: hidden size.
 """
@@ -25,7 +25,7 @@ class Slot:
     shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
     box: Box
-    """Index ranges of the checkpoint tensor that the shard contains."""
+    """Index ranges in the checkpoint tensor that the shard contains."""
     index: tuple[int | slice, ...]
     """`shard[index]` is a view of the shard with the box's shape, for reading and writing."""
 
@@ -36,15 +36,15 @@ class Layout:
     def __init__(self, hf: Any):
         """Read the mapping for a model.
 
-        hf: a transformers model; only its names are read, so it may be on the meta device or sharded.
+        hf: a transformers model. Only its names are read, so the model may be on the meta device or sharded.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
-        # save_pretrained uses the same reverse mapping from parameters to checkpoints. A parameter that transformers
-        # converts in any way other than packing experts is written under its transformers name, which from_pretrained
-        # accepts.
+        # save_pretrained uses the same reverse mapping from parameters to checkpoints. If transformers converts a
+        # parameter in any way other than packing experts, the parameter is written under its transformers name, which
+        # from_pretrained accepts.
         known = [t for t in known if not isinstance(t, WeightConverter) or packs_experts(t)]
         backwards = [t.reverse_transform() for t in known[::-1]]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
@@ -77,7 +77,8 @@ class Layout:
         return _expert_slots(before, endings, tuple(shape), box)
 
     def places(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int | slice, ...]]]:
-        """Return where each checkpoint tensor is in an unsharded model: name -> (parameter name, index into it).
+        """Return the location of each checkpoint tensor in an unsharded model: name -> (parameter name, index into the
+        parameter).
 
         shapes: parameter names and shapes of the model.
         """

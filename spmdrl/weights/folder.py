@@ -1,9 +1,9 @@
 """Reads tensor slices directly from the safetensors files in a Hugging Face folder.
 
 A box is a slice of a tensor, given by an index range per dimension (`boxes.py`). Files are memory-mapped, and only the
-bytes of a box are copied, chunk by chunk, so a rank that needs part of a model never holds more than that part and one
-chunk. fp8 weights with block-wise scales, the DeepSeek-V3 format (https://arxiv.org/abs/2412.19437, section 3.3), are
-dequantised box by box.
+bytes of a box are copied, chunk by chunk. A rank that needs part of a model therefore never holds more than that part
+and one chunk. fp8 weights with block-wise scales, the DeepSeek-V3 format (https://arxiv.org/abs/2412.19437, section
+3.3), are dequantised box by box.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 from spmdrl.weights.boxes import Box, inside, size
 
 CHUNK = 32 << 20
-"""Maximum number of bytes copied at once; fp8 weights are counted as float32."""
+"""Maximum number of bytes copied at once, counting fp8 weights as float32."""
 SCALE = "_scale_inv"
 """Suffix that turns a weight's name into the name of its scale tensor."""
 DTYPES = {
@@ -36,7 +36,8 @@ class Tensors:
     """Reads the tensors of a HF folder, box by box."""
 
     def __init__(self, folder: Path, blocks: tuple[int, int] | None = None):
-        """Open a folder: read its index, or the header of its only file. Raises ValueError if that cannot be read.
+        """Read a folder's index, or the header of its only file. Raises ValueError if the index or header cannot be
+        read.
 
         folder: contains one safetensors file, or several with an index. blocks: numbers of rows and columns in an fp8
         scale block, or None if the folder has no fp8 weights.
@@ -121,7 +122,7 @@ class Tensors:
             raise ValueError(f"{self.folder}: {name + SCALE} has shape {found}, but the blocks of {name} need {wanted}")
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Read a box of a tensor; fp8 weights are dequantised to float32."""
+        """Read a box of a tensor. fp8 weights are dequantised to float32."""
         view = self._slice(name)
         found = view[tuple(slice(a, b) for a, b in box)] if box else view[...]
         return self._dequantised(name, box, found) if found.dtype in FP8 else found

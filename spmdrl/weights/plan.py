@@ -3,8 +3,8 @@
 Every rank computes its plan from the slices that all ranks hold and need, which are boxes (`boxes.py`). The overlap of
 a held box and a needed box is called a region. Tensors are transferred in buckets of consecutive tensors.
 
-Data that grows with ranks times boxes stays in arrays. A plan stores the regions that its rank sends and receives as
-rows, and creates Python objects for one bucket at a time. A small plan caches these objects for the next transfer.
+Data whose size grows with ranks times boxes stays in arrays. A plan stores the regions that its rank sends and receives
+as rows, and creates Python objects for one bucket at a time. A small plan caches these objects for the next transfer.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Sets:
 
 @dataclass
 class Bucket:
-    """Regions that one rank sends, receives and copies during the transfer of one bucket."""
+    """The regions that one rank sends, receives and copies while one bucket is transferred."""
 
     own: Regions = field(default_factory=list)
     """Pairs (index of this rank's piece, region) for the regions that this rank both holds and needs."""
@@ -62,7 +62,7 @@ class Parcel:
 
 
 class Holders:
-    """The distinct boxes that ranks hold, and the ranks that hold each box; replicated boxes have several holders."""
+    """The distinct boxes that ranks hold, and the ranks that hold each box. Replicated boxes have several holders."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
         """Find the distinct boxes, and the ranks that hold each.
@@ -92,7 +92,8 @@ class Holders:
         return self.places[self.set_ends[s - 1] if s else 0 : self.set_ends[s]]
 
     def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
-        """Return, for each box, the rank that sends it to a receiver: the receiver itself if it holds the box.
+        """Return, for each box, the rank that sends the box to a receiver, or the receiver if the receiver itself holds
+        the box.
 
         boxes: box indices. receiver: a rank. turn: the receiver's position in an order of all ranks. Receivers at
         consecutive positions get a box from consecutive holders.
@@ -123,8 +124,8 @@ class Routes:
         overlap. wanted: boxes needed by each rank, without overlap within a rank. me: this rank. pieces: int64, piece
         index of each box that this rank holds. buckets: int64 [tensors], bucket index of each tensor, ascending.
 
-        Raises ValueError if no rank holds some part of what this rank needs, or if a part of it is held in distinct
-        boxes that overlap.
+        Raises ValueError if no rank holds some part of a box that this rank needs, or if distinct boxes that hold this
+        part overlap.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0
@@ -133,7 +134,8 @@ class Routes:
         near[mine[:, 0]] = near[want[:, 0]] = True
         holders = Holders(held, near)
         # Ranks with the same needs and boxes get consecutive turns, which spreads their requests evenly over the
-        # holders. Rank numbers would not, because the first rank of each engine is a multiple of the engine size.
+        # holders. Rank numbers would not spread them evenly, because the first rank of each engine is a multiple of the
+        # engine size.
         self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
         self._receive(holders, want, me, pieces, buckets, count)
         self._send(holders, wanted, me, pieces, buckets, count)
@@ -142,7 +144,8 @@ class Routes:
 
     def _receive(self, holders: Holders, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
         box, source, regions = meet(want, holders.rows)
-        # If boxes overlapped, the sum below could hide a gap, and it would be arbitrary which copy of a region remains.
+        # If boxes overlapped, the sum below could hide a gap, and the choice between two copies of a region would be
+        # arbitrary.
         if (twice := clashing(box, regions)).size:
             ((i, part),) = to_boxes(want[twice[:1]], self.entries)
             raise ValueError(

@@ -26,7 +26,7 @@ ALIGN = 16
 DIGEST = 8
 """Size of a digest in bytes."""
 IN_CACHE = 2 << 20
-"""Maximum bucket size in bytes that stays in a CPU's cache while the bucket is cast, checked and loaded."""
+"""Maximum bucket size in bytes for the bucket to stay in a CPU's cache while it is cast, checked and loaded."""
 NAMED = 3
 """Maximum number of tensors named in the error for a corrupt message."""
 
@@ -36,7 +36,9 @@ class CorruptWeightsError(RuntimeError):
 
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
-    """List all tensors that any rank of the group holds a slice of. Collective; all ranks return the same list.
+    """List all tensors whose slices the ranks of a group hold.
+
+    Collective. All ranks return the same list.
 
     pieces: slices that this rank holds. group: a CPU process group.
     """
@@ -84,14 +86,13 @@ class Reshard:
         """Compute the plan. Collective.
 
         entries: as returned by `catalogue`. pieces: this rank's slices. If several ranks hold the same box, one of them
-        sends it; distinct boxes must not overlap. needs: pairs (entry index, box) that this rank needs; these boxes may
+        sends it. Distinct boxes must not overlap. needs: pairs (entry index, box) that this rank needs. These boxes may
         overlap. host_group: CPU process group of all participating ranks. device: device of the tensors. dtype: dtype
         that tensors are cast to before the transfer, unless their entry has a dtype. bucket_bytes: maximum bucket size
-        in bytes, counting whole tensors; a larger tensor gets its own bucket. over: process group for the transfer, or
+        in bytes, counting whole tensors. A larger tensor gets its own bucket. over: process group for the transfer, or
         None for the default group.
 
-        Raises ValueError if no rank holds some part of a needed box, or if a part of it is held in distinct boxes that
-        overlap.
+        Raises ValueError if no rank holds some part of a needed box, or if distinct boxes that hold this part overlap.
         """
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]
@@ -178,7 +179,7 @@ class Reshard:
         return whole
 
     def _check(self, flight: Flight) -> None:
-        """Compare the digests of all messages at once, because every comparison causes a device sync."""
+        """Compare the digests of all messages at once, because each comparison causes a device sync."""
         if not flight.inbox:
             return
         computed = torch.stack([digest(message[:-DIGEST]) for message in flight.inbox.values()])
@@ -232,7 +233,7 @@ def _digest_in(message: torch.Tensor) -> torch.Tensor:
 def bucket_places(entries: list[Entry], itemsize: int, bucket_bytes: int) -> list[int]:
     """Return the bucket index of each tensor.
 
-    A bucket has consecutive tensors with at most `bucket_bytes` bytes in total; a larger tensor gets its own bucket.
+    A bucket has consecutive tensors with at most `bucket_bytes` bytes in total. A larger tensor gets its own bucket.
     """
     places, bucket, held = [], 0, 0
     for entry in entries:

@@ -21,7 +21,7 @@ MASTERS = "masters"
 dtype."""
 
 BUCKET = 256 << 20
-"""Maximum number of bytes that rank 0 gathers at once when saving a model; a larger tensor is gathered alone."""
+"""Maximum number of bytes that rank 0 gathers at once when saving a model. A larger tensor is gathered alone."""
 
 
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
@@ -88,7 +88,7 @@ def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
 
 
 def tree_on_host(tree: Any) -> Any:
-    """Copy all tensors in nested dicts and lists to host memory; DTensors keep their sharding."""
+    """Copy all tensors in nested dicts and lists to host memory. DTensors keep their sharding."""
     if isinstance(tree, dict):
         return {key: tree_on_host(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -140,10 +140,10 @@ def save_model(
     more: Stored | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write a model as a HF folder on rank 0; the folder must exist. Collective over all ranks of this rank's role.
+    """Write a model in HF format to an existing folder on rank 0. Collective over all ranks of this rank's role.
 
     pieces: this rank's slices of the model. dtype: dtype of the saved weights. fixed: name -> content of every other
-    file (`policy/model_files.py`). more: tensors to copy from other folders; fp8 weights are dequantised, because the
+    file (`policy/model_files.py`). more: tensors to copy from other folders. fp8 weights are dequantised, because the
     saved model is not quantised. blocks: fp8 scale block size in `more`, as in `weights.folder.Tensors`.
     """
     target = folder if world.is_first else None

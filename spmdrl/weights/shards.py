@@ -21,9 +21,7 @@ def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
 
 
 def shard_box(param: torch.Tensor) -> Box:
-    """Return the box of a parameter that this rank holds: its shard if the parameter is sharded, else the whole
-    parameter.
-    """
+    """Return the box of a parameter on this rank: its shard if the parameter is sharded, else the whole parameter."""
     if not isinstance(param, DTensor):
         return full_box(param.shape)
     return _shard_box(param.device_mesh, tuple(param.shape))
@@ -31,7 +29,7 @@ def shard_box(param: torch.Tensor) -> Box:
 
 @lru_cache(maxsize=4096)
 def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
-    # Parameters are sharded over the last mesh dimension; under HSDP they are replicated over the one before it.
+    # Parameters are sharded over the last mesh dimension. Under HSDP they are replicated over the dimension before it.
     rows = shard_rows(shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
     return (rows, *full_box(shape[1:]))
 

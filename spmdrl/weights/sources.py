@@ -3,8 +3,8 @@
 When transformers loads a folder, it renames tensors, adds or drops the inner model's prefix, packs a layer's experts
 into one parameter, and for a few model families splits or transposes tensors. This module applies the same rules
 (`core_model_loading.py`) to names and to the slices (boxes, `boxes.py`) that a rank needs, so that part of a parameter
-can be read without the rest, unless transformers splits or transposes its tensors. `experts.py` maps in the opposite
-direction, from parameters to checkpoint tensors.
+can be read without the rest. This does not work for parameters whose tensors transformers splits or transposes.
+`experts.py` maps in the opposite direction, from parameters to checkpoint tensors.
 """
 
 import re
@@ -60,7 +60,7 @@ class Sources:
     def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
         """Match tensors to parameters by name, without reading weights.
 
-        hf: a transformers model; it may be on the meta device, be sharded, or have adapters. shapes: full shape of
+        hf: a transformers model, which may be on the meta device, be sharded, or have adapters. shapes: full shape of
         every parameter and persistent buffer, by its name in the original model. tensors: the folder to read.
         """
         self.hf, self.shapes, self.tensors = hf, dict(shapes), tensors

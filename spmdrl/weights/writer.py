@@ -25,12 +25,12 @@ FIRST_HEADER = 8 << 10
 class SafetensorsWriter:
     """Writes tensors to HF safetensors files of bounded size, with an index if there are several files.
 
-    Only ranks with a folder write. A tensor larger than the bound gets its own file.
+    Only ranks that have a folder write files. A tensor larger than the bound gets its own file.
 
     A file starts with a header that lists its tensors and may be padded with spaces
     (https://github.com/huggingface/safetensors#format). Space for the header is reserved at the start of the file, so
-    that tensors can be written immediately. Only tensors that would misalign those after them are kept in memory until
-    their file is complete.
+    that tensors can be written immediately. Only tensors that would misalign the tensors after them are kept in memory
+    until their file is complete.
     """
 
     def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
