@@ -95,7 +95,9 @@ class Lock:
         os.close(self.handle)
 
     def _lock(self) -> bool:
-        """Lock the open file. Returns False if another process holds the lock. Without locks, `warning` is set instead.
+        """Lock the open file. Returns False if another process holds the lock.
+
+        If the file system has no locks, sets `warning` instead.
         """
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

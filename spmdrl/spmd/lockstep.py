@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py", "typing_extensions.py")
-"""Path fragments of files whose frames `call_site` skips. The last file wraps deprecated torch functions."""
+"""Path fragments of files whose frames `call_site` skips. `typing_extensions.py` wraps deprecated torch functions."""
 _HELPERS = ("spmdrl/spmd/",)
 """Folder of shared helpers that run collectives for many callers, so a line in it does not identify the call site."""
 
