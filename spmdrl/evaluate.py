@@ -4,10 +4,10 @@
 
 The command also accepts config files from training runs, and ignores settings that only apply to training. It evaluates
 all prompts in `--data.eval`, unless a flag or a hand-written file sets `--eval.prompts`. The last line on stdout is a
-JSON object with the model, the data, the number of prompts and samples, and the results, which are null if no sample
-was graded. Logs are written to the folder `<run folder>-eval`, along with some conversations (`samples.jsonl`) if
-`--env` is set. After Ctrl-C, SIGTERM or SIGUSR1, the line contains the results so far, and `stopped` contains the
-reason.
+JSON object with the model, the data, the number of prompts and samples, and the results. The results are null if no
+sample was graded. Logs are written to the folder `<run folder>-eval`, along with some conversations (`samples.jsonl`)
+if `--env` is set. After Ctrl-C, SIGTERM or SIGUSR1, the JSON object contains the results so far, and its key `stopped`
+gives the reason.
 """
 
 import dataclasses

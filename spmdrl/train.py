@@ -8,7 +8,7 @@ docstrings say so. Not shown here are:
 - the formulas (`algos/`) and sampling (`rl/sampler.py`, `rl/rollout.py`),
 - what a method computes (`PolicyGradient` in `rl/run.py`, with `rl/score.py` and `rl/update.py`; `distill.py` and
   `online_preference.py` use other methods),
-- what ranks that only sample or score do (`Run.stand_by`).
+- the work of ranks that only sample or score (`Run.stand_by`).
 """
 
 from spmdrl.config.checks import check

@@ -46,15 +46,14 @@ class Agents(Environment):
         answer_column: str,
         weight: float,
     ):
-        """Start the workers, and create the environment once to check it, unless each row names its own.
+        """Start the workers. Create the environment once to check it, unless each row names its own environment.
 
-        ends: tokens that end a response. answer_column: additional key (besides `ground_truth`) under which the
-        environment's row contains the ground truth. weight: scaling factor for the environment's rewards
-        (`config.environment.weight_of`).
+        ends: tokens that end a response. answer_column: another key, besides `ground_truth`, for the ground truth in
+        the environment's row. weight: scaling factor for the environment's rewards (`config.environment.weight_of`).
 
         Raises:
-            ValueError: the environment does not exist, or it has tools that the chat template does not render or whose
-                call format is unknown.
+            ValueError: the environment does not exist, the chat template does not render its tools, or the format of
+                its tool calls is unknown.
         """
         self.found, self.renderer, self.ends = found, renderer, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
@@ -107,8 +106,8 @@ class Agents(Environment):
             # The environment answered this turn before the episode was cut short, so only the final reward is missing.
             self._begin(state, lambda: self._score(episode, state.finish))
             return
-        # A complete turn is sent even if the token budget is used up, because the environment may end the episode with
-        # it.
+        # A complete turn is sent even if the token budget is used up, because the environment may end the episode after
+        # this turn.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
         if not whole:
             self._begin(state, lambda: self._score(episode, "length"))
@@ -166,12 +165,12 @@ class Agents(Environment):
     # ── requests and replies ─────────────────────────────────────────────────
 
     def _response(self, episode: Episode) -> tuple[list[int], bool]:
-        """Return the tokens of the episode's last response, and True if the last one is an end-of-turn token."""
+        """Return the tokens of the episode's last response, and True if its last token is an end-of-turn token."""
         made = episode.response
         return made, bool(made) and made[-1] in self.ends
 
     def _begin(self, state: ConversationState, request: Callable[[], None]) -> None:
-        """Send a request now or, if another one is pending, once that one is answered."""
+        """Send a request, or defer it until the pending request is answered."""
         if state.request:
             state.next_request = request
         else:
@@ -255,7 +254,7 @@ class Agents(Environment):
         except ValueError as error:
             self._fail(episode, f"{state.name}: {error}")
             return
-        # At least the last token of a branch counts as new, even if the earlier path already contains all of them.
+        # At least the last token of a branch counts as new, even if the earlier path already contains the whole branch.
         shared = min(shared_length(path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
         if state.room <= len(tokens) - shared:
             self._score(episode, "length")

@@ -151,12 +151,13 @@ class Alignment:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[range]]:
         """Return the token positions of the N aligned spans in `batch` (student) and `read` (teacher).
 
-        In each span, the student's distribution at its base token is compared with the teacher's at the teacher's base
-        token.
+        Each span has one base token of the student and one of the teacher. The loss compares the two models'
+        distributions at these base tokens.
 
         Returns:
             The positions of the base tokens: the student's in `batch` [N] and the teacher's in `read` [N].
-            For each of the teacher's M other tokens, the index of its span [M] and its position in `read` [M].
+            For each of the teacher's M tokens that are not base tokens, the index of its span [M] and its position in
+                `read` [M].
             For each span, the range of its positions in `batch`.
         """
         last = self.cfg.distill.merge == "last"
@@ -178,7 +179,7 @@ class Alignment:
 
     @torch.no_grad()
     def factors(self, read: Batch, states_UE: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:
-        """Return the teacher's logp of the tokens at the positions `rows_M` of `read`, on the host.
+        """Return the teacher's logp for the tokens at positions `rows_M` of `read`, as a CPU tensor.
 
         Collective over the ranks that train.
         """

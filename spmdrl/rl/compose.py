@@ -40,7 +40,7 @@ def compose(cfg: Config) -> Algorithm:
 def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
     """Parse weights such as `("format=1", "answer=2")` into a dict; return None if there are none.
 
-    A name alone has weight 1.
+    A name without a number has weight 1.
 
     Raises:
         ValueError: an entry has no name, or its weight is not a finite number.
@@ -54,7 +54,7 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
 
 
 def settings_of(function: Callable, cfg: Config) -> dict[str, Any]:
-    """Return the settings that a function takes as parameters, as a dict without those that are None."""
+    """Return the settings that a function takes as parameters, except settings that are None."""
     values = {name: get(cfg, setting) for name, setting in parameters_of(function).items()}
     if "weights" in values:
         values["weights"] = part_weights(values["weights"])

@@ -1,4 +1,4 @@
-"""Conversation state of an episode with an environment, which later steps or processes may resume."""
+"""State of an episode's conversation with an environment, which a later step or another process can resume."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SAVED = {
     **{"finish": "finish", "turns": "responses", "calls": "calls", "first": "first_state", "state": "env_state"},
     "seconds": "seconds",
 }
-"""Key in a checkpoint -> field of `ConversationState`."""
+"""Maps a key in a checkpoint to a field of `ConversationState`."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class ConversationState:
 
     @staticmethod
     def restored(saved: dict) -> "ConversationState":
-        """Return the conversation from a result of `saved`.
+        """Rebuild a conversation from the values that `saved` returned.
 
         Its environment has to be reopened.
         """
@@ -109,7 +109,10 @@ class ConversationState:
         return ConversationState(**values, reopening=True)
 
     def add_answer(self, reply: Reply) -> list[dict]:
-        """Append the last turn and its answer to the messages, or replace all of them; return the previous messages."""
+        """Append the last turn and its answer to the messages, and return the previous messages.
+
+        If the answer rewrites the history, it replaces all messages instead.
+        """
         before = self.messages
         self.messages = list(reply.messages) if reply.anew else [*before, self.turns[-1].message, *reply.messages]
         return before
@@ -126,8 +129,8 @@ class ConversationState:
     ) -> tuple[list[int], bool]:
         """Return the tokens that the policy continues from, and True if they are its complete context.
 
-        before: messages before the last turn. reply: the answer to that turn, which `add_answer` has added. made:
-        tokens of the turn. ended: True if the last of them is an end-of-turn token.
+        before: messages before the last turn. reply: answer to the last turn, already added by `add_answer`. made:
+        tokens of the turn. ended: True if the turn's last token is an end-of-turn token.
 
         Raises:
             ValueError: the template renders nothing for the answer, or cannot continue with it.
@@ -143,7 +146,7 @@ class ConversationState:
     def state_number(self, key: str) -> int | None:
         """Return the number assigned to a state.
 
-        The initial state has number 0, like the state of the prompt.
+        The initial state has number 0, as does the prompt.
 
         key: digest of the state. Returns None if the environment does not name states.
         """
@@ -175,7 +178,7 @@ class ConversationState:
 def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int) -> Opening:
     """Return the `Opening` for a prompt's environment: its name, settings, row and seed.
 
-    answer_column: additional key (besides `ground_truth`) under which the row contains the ground truth.
+    answer_column: another key, besides `ground_truth`, for the ground truth in the row.
 
     Raises:
         ValueError: each row must name its environment, and this row names none or has an unknown key.

@@ -70,7 +70,7 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
     """Add reward and response-length metrics for a batch. Every rank adds the same names.
 
     reward_model: True if the run has a reward model. `reward/mean` is then computed from the batch alone, because the
-    reward model does not score samples outside it.
+    reward model scores only the samples in the batch.
     """
     seq = {name: x_B[batch.firsts] for name, x_B in batch.seq.items()}
     n = len(seq["reward"])
@@ -80,7 +80,7 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
         stats.add(name, reward.mean() if len(reward) else 0.0, len(reward))
     for name in seq:
         if name.startswith("part/"):
-            # Samples whose reward has no such part have nan here, which is skipped.
+            # A sample whose reward lacks this part has nan here. Skip these values.
             part = seq[name][~seq[name].isnan()]
             stats.add(f"reward/{name}", part.mean(), len(part))
     sampled = batch.sampled_per_episode.double()
@@ -101,8 +101,9 @@ def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
 
 
 WARN_EXACT, WARN_ROUNDED = 1e-3, 0.1
-"""Defaults of `--rollout.logp-diff-warn`. The first is for float32 and float64, where engine and trainer logp differ by
-about 1e-5; the second is for 16-bit and 8-bit dtypes and for stale samples, where they differ by 0.01 or more."""
+"""Defaults of `--rollout.logp-diff-warn`. The first is for float32 and float64, because engine and trainer logp then
+differ by only about 1e-5. The second is for 16-bit and 8-bit dtypes and for stale samples, because a difference of 0.01
+or more is then normal."""
 
 
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
@@ -147,7 +148,7 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
 def with_rates(values: dict[str, float]) -> dict[str, float]:
     """Return a step's reduced metrics with `tokens/s`, `mismatch/*` and `time/outside_model` added.
 
-    `tokens/s` counts prompt and response tokens of all ranks.
+    `tokens/s` counts the prompt and response tokens on all ranks.
     """
     values = finish_monitors(values)
     values["tokens/s"] = values.pop("tokens") / values["time/step"]

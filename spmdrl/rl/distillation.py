@@ -1,7 +1,7 @@
 """Distillation: responses from the data set, the teachers' log-probabilities, and the student update.
 
-The first teacher is the run's frozen `reference`. Teachers may read the same response after a different prompt, with
-text that the student does not see.
+The first teacher is the run's frozen `reference`. Teachers read the same responses as the student, but their prompts
+may contain text that the student does not see.
 """
 
 from functools import cached_property
@@ -63,7 +63,7 @@ class Distillation(PolicyGradient):
                 answer(prompt, self.cfg)
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
-        """Return a batch of this rank's episodes and of its responses from the data set.
+        """Return a batch with this rank's episodes and its responses from the data set.
 
         Collective, within a rollout phase.
 
@@ -101,7 +101,7 @@ class Distillation(PolicyGradient):
     def _response(self, text: str, chat: bool) -> list[int]:
         """Tokenize a response with its end token, truncated to `--rollout.max-new-tokens`.
 
-        chat: True if its prompt was rendered with the chat template.
+        chat: True if the response's prompt was rendered with the chat template.
         """
         tokenizer: Any = self.run.tokenizer
         end = self._turn_end if chat else tokenizer.eos_token_id
@@ -139,7 +139,7 @@ class Distillation(PolicyGradient):
         return {"reference": self.run.models.reference} | self.run.models.teachers
 
     def shares(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the weights [B] of each teacher for the sequences, by teacher name.
+        """Return each teacher's weights [B] for the sequences, by teacher name.
 
         The weights for a sequence sum to 1.
         """
@@ -172,7 +172,7 @@ class Distillation(PolicyGradient):
 
 
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
-    """Return the teachers' weights for each `data_source`, the reference's first.
+    """Return the teachers' weights for each `data_source`, with the reference's weight first.
 
     The key "" holds the weights for all other sources.
     """

@@ -29,7 +29,7 @@ class Voice:
     """Tokenizes the questions for a judge, and decodes its answers."""
 
     def __init__(self, file: str, judge: JudgeConfig, cfg: Config, tokenizer: Any):
-        """tokenizer: the policy's tokenizer, used if the judge is the policy or its folder has none.
+        """tokenizer: the policy's tokenizer, used if the judge is the policy or the judge's folder has no tokenizer.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template cannot render a question.
@@ -62,7 +62,7 @@ class Voice:
                 ) from error
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
-        """Tokenize a question. Special tokens in its messages are neutralised."""
+        """Tokenize a question. Special tokens in the question's messages are neutralized."""
         messages = [message | {"content": self.control.sub(BROKEN, message["content"])} for message in messages]
         if self.joined:
             messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
@@ -81,7 +81,7 @@ class Voice:
 
 
 class EngineJudges:
-    """The judges of a run on this rank's engine."""
+    """Runs the judges on this rank's engine."""
 
     def __init__(self, cfg: Config, world: World, tokenizer: Any, grader: Grader):
         """Check all judges, before any model is built.
@@ -166,6 +166,6 @@ class EngineJudges:
 
 
 def askers(grader: Grader) -> list[EngineAsker]:
-    """Return the parts of a grader that send questions to the engine."""
+    """Return the askers in a grader that send questions to the engine."""
     found = [one.asker for one in on_engine(grader) if isinstance(one, Judge)]
     return [asker for asker in found if isinstance(asker, EngineAsker)]

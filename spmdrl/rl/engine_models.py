@@ -38,7 +38,7 @@ class EngineModels:
         self.folders: dict[str, Tensors] = {}
         self.versions: dict[str, int] = {}
         self.prefixes: dict[str, str] = {}
-        """Maps a model's name to its setting and path, which is the prefix of its error messages."""
+        """Maps a model's name to the prefix of its error messages, which gives the model's setting and path."""
 
     def open(self, name: str, path: str, setting: str) -> None:
         """Open a model's folder. setting: the setting that contains the path.
@@ -84,7 +84,9 @@ class EngineModels:
                 )
 
     def load(self, name: str, memory: Memory, role: str) -> int:
-        """Load a model into the engine unless it is in there now; return its version. Collective over the engine."""
+        """Load a model into the engine unless it is already loaded, and return its version. Collective over the
+        engine.
+        """
         assert memory.engine
         version = self.versions[name]
         if memory.engine.version != version:

@@ -18,7 +18,7 @@ COUNTS = (
 )
 """Names of the counters that an environment keeps during a rollout. episodes: episodes that ended without a failure;
 whole_turns and whole_calls: turns and tool calls in those episodes. seconds: total time spent on answers; idle: seconds
-in which an engine did nothing but wait for answers."""
+that an engine spent only waiting for answers."""
 Place = tuple[int, int]
 """(position, sample): identifies an episode within a rollout."""
 
@@ -30,10 +30,10 @@ class Observation:
     tokens: list[int] = field(default_factory=list)
     """Tokens to append to the episode before the policy continues. At the start of an episode, the prompt."""
     state: int | None = None
-    """Number of the environment's state after this answer, below `data.episode.STATES`; the prompt has state 0. None if
-    the environment does not name states, in which case the state is all tokens so far."""
+    """Number of the environment's state after this answer, less than `data.episode.STATES`. The prompt has state 0.
+    None if the environment does not name states; the state is then all tokens so far."""
     anew: bool = False
-    """True if the tokens are a complete new prompt, from which the episode continues in a branch (`Episode.fork`)."""
+    """True if the tokens are a complete new prompt. The episode then continues in a branch (`Episode.fork`)."""
     over: str = ""
     """Reason why the episode ends with this observation (`FINISH_REASONS`); empty if it continues."""
     reward: float = 0.0
@@ -49,13 +49,13 @@ class Observation:
 class Environment:
     """Environment for all episodes of a rank's engine. All ranks of an engine must make the same calls.
 
-    Each call of `answer`, and of `open` for a new episode, yields one observation, which `poll` returns later. This
-    class ends every episode after the first response. A subclass may override `reply` to continue episodes, or override
-    the other methods (`rl/agents.py`).
+    Each call of `answer` produces one observation, and so does each call of `open` for a new episode. `poll` returns
+    these observations later. This class ends every episode after the first response. A subclass may override `reply` to
+    continue episodes, or override the other methods (`rl/agents.py`).
     """
 
     turn_tokens = 0
-    """Maximum number of tokens per response; 0 for no limit other than that on the complete episode."""
+    """Maximum number of tokens per response, or 0 if only the complete episode has a limit."""
     most_open = 0
     """Maximum number of open episodes, or 0 for no limit. A single group of samples may exceed it."""
     remote = False
@@ -96,7 +96,7 @@ class Environment:
         """Close episodes that are cut short. keep: True to keep their state, so that a later step can resume them."""
 
     def take_counts(self) -> dict[str, float]:
-        """Return the counts since the last call by name (COUNTS); empty if the environment keeps no counts."""
+        """Return the counts since the last call, by the names in COUNTS, or an empty dict if nothing is counted."""
         return {}
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ class Environment:
 
 
 class OnFirstRank(Environment):
-    """Stand-in for a remote environment on an engine's other ranks.
+    """Stand-in for a remote environment on all ranks of an engine except the first.
 
-    The other ranks get the first rank's observations through `share`.
+    These ranks get the first rank's observations through `share`.
     """
 
     remote = True

@@ -26,7 +26,7 @@ from spmdrl.tracking.metrics import Timer
 from spmdrl.tracking.trackers import plain
 
 EVALUATION = 0x45564C
-"""Seed constant of evaluations. It is the same at every step, so that evaluations are comparable."""
+"""Seed constant for evaluations. It is the same at every step, so that evaluations are comparable."""
 MEASURED = "eval/measured"
 """Metric name under which an interruptible evaluation stores its number of samples."""
 
@@ -53,13 +53,13 @@ class Evaluation:
     def is_due(self, step: int, force: bool = False) -> bool:
         """Return True if an evaluation is due before `step` (0-based).
 
-        force: True after the last step, where an evaluation is due unless `--eval.every` is 0.
+        force: True after the last step. An evaluation is then due unless `--eval.every` is 0.
         """
         every = self.cfg.eval.every
         return self.prompts is not None and bool(every) and (step % every == 0 or force)
 
     def sample(self, name: str, version: int) -> list[Episode]:
-        """Evaluate the weights with this version; return this rank's episodes. Collective over the ranks that sample.
+        """Evaluate the weights of one version, and return this rank's episodes. Collective over the ranks that sample.
 
         name: name of the evaluation, unique in the run.
 
@@ -92,7 +92,10 @@ class Evaluation:
         return numbers
 
     def summary(self) -> dict[str, Any]:
-        """Return model, data, counts and metrics as JSON values; `stopped` is the reason for an interruption."""
+        """Return the model, data, counts and metrics as JSON values.
+
+        If the evaluation was interrupted, `stopped` gives the reason.
+        """
         assert self.prompts is not None
         prompts, each = len(self.prompts), self.cfg.eval.samples
         out: dict[str, Any] = {"model": self.cfg.model.path, "data": self.cfg.data.eval}
@@ -148,12 +151,13 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     sample.
 
     Raises:
-        AbandonedError: a rollout without `plan.keeps_graded` was interrupted. Raised on every sampling rank.
+        AbandonedError: the rollout was interrupted and `plan.keeps_graded` is False. Every sampling rank raises it.
     """
     world, cfg = sampler.world, sampler.cfg
     # The rollout gets its own timer, because its time is reported as evaluation time.
     done = sampler.rollout(plan, Timer()).episodes
-    # A sample without a score (--filter.bad-sample skip) counts as wrong; one that could not be graded is excluded.
+    # A sample without a score (--filter.bad-sample skip) counts as wrong. A sample that could not be graded is
+    # excluded.
     scores = [
         (e.position, 0.0 if math.isnan(e.reward) else e.reward, e.ungraded, e.turns, counts_as_right(e.reward, e.parts))
         for e in done
@@ -179,10 +183,9 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
 
 
 def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:
-    """Return the mean reward-model score over the episodes of all ranks, overall and per label. Collective over all
-    ranks.
+    """Return the mean reward-model score of the episodes on all ranks. Collective over all ranks.
 
-    The keys are `eval/model` and `eval/model/<label>`.
+    The keys are `eval/model` for the overall score and `eval/model/<label>` for each label.
     """
     batch = from_episodes(episodes)
     batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}
@@ -202,7 +205,7 @@ def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, wo
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate from n samples of P(at least one of k samples is correct).
+    """Return the unbiased estimate of pass@k from n samples: the probability that any of k samples is correct.
 
     Source: https://arxiv.org/abs/2107.03374.
     """

@@ -22,8 +22,8 @@ class Filling:
     """Accumulates the results of a step's rollouts on all sampling ranks, until enough prompts are kept.
 
     All ranks run the same number of rollouts, because the count of kept prompts is global (law 1). If more prompts are
-    kept than the step needs, it uses those that were drawn first, whichever rank sampled them. The others are dropped
-    and counted in the metrics `*/surplus_prompts`.
+    kept than the step needs, it uses the prompts that were drawn first, no matter which rank sampled them. Surplus
+    prompts are dropped and counted in the metrics `*/surplus_prompts`.
     """
 
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
@@ -37,11 +37,11 @@ class Filling:
         self.advantage = ADVANTAGES.get(cfg.algo.advantage)
         """Properties of the advantage estimator, or None for a user-defined function."""
         self.compares = self.advantage is not None and self.advantage.compares and cfg.rollout.samples_per_prompt > 1
-        """True if prompts have several samples and the advantage compares them. A sample is then dropped if all others
-        of its prompt are."""
+        """True if prompts have several samples and the advantage compares them. A sample is then dropped if all other
+        samples of its prompt are dropped."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
-        """Number of carried groups, over all engines."""
+        """Number of carried groups on all engines."""
         self.done = Experience([])
         """Accumulated result of all rollouts so far, with only the episodes that passed the filter."""
         self.rewards: list[float] = []
@@ -86,8 +86,8 @@ class Filling:
         self.version = plan.version
         done.carried += result.carried
         if self.oversampled:
-            # A rollout may end before all of its prompts have started. The next one draws the prompts after the last
-            # started one.
+            # A rollout may end before all of its prompts have started. The next rollout draws the prompts that follow
+            # the last started prompt.
             drawn = int(all_reduce(torch.tensor([result.drawn]), "max", self.world.rollout_group))
             rest = plan.unbegun(result, drawn, self.world)
             if self.partial:
@@ -101,8 +101,8 @@ class Filling:
         done.counts = {name: done.counts.get(name, 0.0) + n for name, n in counts.items()}
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
         if self.compares:
-            # A sample cannot be compared if all others of its prompt were dropped: its baseline would be 0, and its
-            # advantage would be the raw reward. All samples of a prompt are on the same rank.
+            # A sample cannot be compared if all other samples of its prompt were dropped: its baseline would be 0, and
+            # its advantage would be the raw reward. All samples of a prompt are on the same rank.
             samples = Counter(e.position for e in usable)
             usable = [e for e in usable if samples[e.position] > 1]
         done.bad_samples += len(result.episodes) - len(usable)
@@ -202,7 +202,9 @@ def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn:
 
 
 def rewards_by_turn(episode: Episode) -> dict[int, float]:
-    """Return turn -> reward of an episode, without rewards of 0. The last turn includes the final reward."""
+    """Return a dict that maps each turn of an episode to its reward, without rewards of 0. The last turn includes the
+    final reward.
+    """
     out = {episode.turns - 1: episode.reward - episode.turn_rewards}
     for segment in episode.segments:
         out[segment.turn] = out.get(segment.turn, 0.0) + segment.reward
@@ -213,7 +215,8 @@ def rewards_by_turn(episode: Episode) -> dict[int, float]:
 def metric_of(episode: Episode, metric: str) -> float:
     """Return the value to filter on: the reward part `metric`, or the reward if `metric` is empty.
 
-    Raises ValueError if the episode lacks the part. If its grading timed out, a missing part counts as 0.
+    Raises ValueError if the episode lacks the part. If the episode's grading timed out, a missing part counts as 0
+    instead.
     """
     if not metric:
         return episode.reward
