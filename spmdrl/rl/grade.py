@@ -72,7 +72,7 @@ class Grading:
             grader.submit((prompt.index, episode.sample, group.position), item)
 
     def _dialogue(self, episode: Episode) -> list[tuple[bool, str]]:
-        """Return the texts before the last response (prompt, turns, observations), each with True if sampled."""
+        """Return the texts before the last response (prompt, turns, observations), each with True if it was sampled."""
         prompt, path = list(range(episode.opening)), episode.path
         # If a branch does not start with the complete prompt, all of its segments are appended to the prompt's text.
         rest = path[len(prompt) :] if path[: len(prompt)] == prompt else path
@@ -90,9 +90,9 @@ class Grading:
             self._take(grader.poll())
 
     def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
-        """Wait for the rewards of finished groups; return False if the rollout was abandoned meanwhile."""
+        """Wait for the rewards of finished groups, and return False if the rollout was abandoned in the meantime."""
         # Episodes of a carried group (`rl/rollout_plan.py`) that ended in an earlier step are graded again. Grading is
-        # usually cheap, and this way checkpoints do not store rewards. A grader that needs groups already has all
+        # usually cheap, and checkpoints then do not have to store rewards. A grader that needs groups already has all
         # episodes.
         for group in groups:
             for episode in group.episodes:
@@ -108,7 +108,7 @@ class Grading:
         return all((e.position, e.sample) in self.rewards for e in group.episodes)
 
     def graded(self, group: PromptGroup, plan: RolloutPlan) -> list[Episode]:
-        """Return the samples of a group with their rewards. The greedy episode's reward is the baseline for the others.
+        """Return the samples of a group with their rewards. The greedy episode's reward is their baseline.
 
         Raises:
             ValueError: a logp is not finite, and `plan.bad_sample` is `stop`.

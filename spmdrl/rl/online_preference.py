@@ -62,11 +62,11 @@ class OnlinePreference(PolicyGradient):
         return batch
 
     def extremes(self, batch: Batch, reward_B: torch.Tensor) -> torch.Tensor:
-        """Return the indices of the samples to learn from: for each prompt the best one, followed by the worst.
+        """Return the indices of the samples to learn from: each prompt's best sample, followed by its worst.
 
-        The worst is omitted if the method learns only from the best. The first sample wins ties. Two samples with the
-        same tokens never form a pair. Prompts excluded by `--preference.gap` or `--preference.least-reward` contribute
-        no samples.
+        The worst sample is omitted if the method learns only from the best. The first sample wins ties. Two samples
+        with the same tokens never form a pair. Prompts excluded by `--preference.gap` or `--preference.least-reward`
+        contribute no samples.
         """
         chosen, groups, tokens = self.cfg.preference, {}, batch.token["tokens"].split(batch.lengths.tolist())
         for place, position in enumerate(batch.seq["position"].tolist()):
@@ -129,7 +129,7 @@ class OnlinePreference(PolicyGradient):
         return batch
 
     def update(self, pairs: Batch, step: int) -> Metrics:
-        """Update the policy on the samples that `score` returned, then the reference if it is due. Collective.
+        """Update the policy on the samples that `score` returned, then refresh the reference if it is due. Collective.
 
         step: 0-based.
         """
@@ -149,7 +149,7 @@ class OnlinePreference(PolicyGradient):
 
 @dataclass
 class OwnPairs(PairObjective):
-    """Pair losses on samples from an engine, which also report the mismatch between policy and engine logp."""
+    """Pair losses on samples from an engine. They also report the mismatch between policy and engine logp."""
 
     algo: Algorithm | None = None
     start: int = 0

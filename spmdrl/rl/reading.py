@@ -1,6 +1,7 @@
 """Scores responses with a reward model: prepares its input, locates the scored tokens, computes the scores.
 
-Dimensions: n, the positions where scores are read (ends of steps or responses); L, the scores per position.
+Dimensions: n is the number of positions where scores are read (ends of steps or responses), and L is the number of
+scores per position.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,8 +32,8 @@ class Scores:
     response_B: torch.Tensor
     """The score that enters the reward."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Maps the name of each of the model's scores to its values [B]; the mean over a response's steps if steps are
-    scored."""
+    """Maps the name of each of the model's scores to its values [B]. If steps are scored, each value is the mean over
+    the response's steps."""
     steps_B: torch.Tensor | None = None
     """Number of steps per response, or None if responses are not scored per step."""
     process_T: torch.Tensor | None = None
@@ -43,7 +44,7 @@ class Scores:
 
 @dataclass
 class AtLast:
-    """Reads the score at the last sampled token, or the mean score if the model gives several.
+    """Reads the score at the last sampled token, or the mean score if the model gives several scores per token.
 
     It is used if `--reward.model` is a model path rather than a YAML file, for cost models, and by memory planning
     (`spmdrl.plan`).
@@ -54,7 +55,7 @@ class AtLast:
     positions: int = 0
     """Maximum sequence length of the model, or 0 if unknown."""
     steps: bool = False
-    """True to also return the score as the score of a single step that spans the response."""
+    """True to also return the score as a step score, with the whole response as one step."""
     names: tuple[str, ...] = ()
 
     def of(self, prompts: PromptSet) -> "AtLast":
@@ -142,7 +143,8 @@ class Reading:
             The index of each step's sequence in the batch, int64 [n], ascending.
             The index of each step's last sampled token in the batch, int64 [n].
             The model's input, which is the batch itself or the same responses in the model's tokens.
-            The index of each step's last token in that input, at which the model scores the step, int64 [n].
+            The index of each step's last token in the model's input, int64 [n]. The model scores the step at this
+                token.
         """
         tokens, starts = batch.token["tokens"].tolist(), (torch.cumsum(batch.lengths, 0) - batch.lengths).tolist()
         first_B = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
@@ -206,9 +208,10 @@ class Reading:
         tokens: the response from its first sampled token to its last.
 
         Returns:
-            For each step, the indices in `tokens` of its last sampled token and of the token with its last character.
+            For each step, the indices in `tokens` of its last sampled token and of the token that contains its last
+                character.
             The text of the response.
-            The character offset in the text at which each step ends.
+            The character offset in the text where each step ends.
         """
         last = len(tokens) - 1
         if not self.classifier.steps:
@@ -284,7 +287,7 @@ def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> to
 
 
 def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
-    """Return an `AtLast` for the classifier at `path`, which has no YAML file, or None without a path."""
+    """Return an `AtLast` for the classifier at `path` (a model without a YAML file), or None if `path` is empty."""
     if not path:
         return None
     config = read_config(resolve(path, trust_remote_code), trust_remote_code)
@@ -292,7 +295,7 @@ def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
 
 
 def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | AtLast | None:
-    """Return the scorer that applies the reward model to responses to the prompts, or None without a reward model.
+    """Return the scorer for responses to the prompts, or None without a reward model.
 
     Raises:
         ValueError: the reward model's tokenizer is missing or cannot render the prompts, or differs from the policy's

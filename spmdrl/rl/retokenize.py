@@ -1,8 +1,8 @@
 """Encodes responses with the tokenizer of a reward model (`Rewriter`) or of a teacher (`Pair`).
 
-A policy can write text that the reward model's tokenizer parses as a special token, and so end its turn and start
-another role's. `Rewriter` breaks such text with a blank. `Pair` finds text spans that end at a token boundary in both
-tokenizations.
+A policy can write text that the reward model's tokenizer parses as a special token. Such text could end the policy's
+turn and start another role's turn, so `Rewriter` breaks it up with a blank. `Pair` finds text spans that end at a token
+boundary in both tokenizations.
 """
 
 from bisect import bisect_left
@@ -22,7 +22,7 @@ from spmdrl.hub.tokenizer import BROKEN, control_words
 PLACEHOLDER = "\ue000"
 """A private-use character that is rendered instead of an answer, to locate the answer in a template."""
 CUT = -1
-"""Marks a token that ends in the middle of a character, in place of its end offset."""
+"""Replaces the end offset of a token that ends in the middle of a character."""
 BEFORE = 4
 """Number of prompt tokens to decode together with a response, because some tokenizers drop a leading blank."""
 
@@ -62,7 +62,7 @@ class Rewriter:
     def stepwise(self, prompt: Prompt, response: str, ends: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens of a prompt with its response, and the index of the token that ends each step.
 
-        ends: character offset in the response at which each step ends (`step_ends`).
+        ends: character offset in the response where each step ends (`step_ends`).
 
         Raises:
             ValueError: the chat template omits responses, or the tokens cannot be located in the text.
@@ -101,7 +101,7 @@ class Rewriter:
             ) from error
 
     def _located(self, prompt: Prompt, reply: str) -> tuple[str, str, int]:
-        """Return the full text that the model reads, the reply as it appears there, and its offset."""
+        """Return the full text that the model reads, the reply as it appears in that text, and the reply's offset."""
         text = self._text(prompt, reply)
         if not prompt.chat:
             return text, reply, len(text) - len(reply)
@@ -128,7 +128,7 @@ class Rewriter:
         return tokens
 
     def _holding(self, tokens: list[int], text: str, places: list[int], chat: bool) -> list[int]:
-        """Return, for each character offset in `places`, the index of the token with the preceding character."""
+        """Return the index of the token that contains the character before each offset in `places`."""
 
         def decode(some: list[int]) -> str:
             return self.tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -170,15 +170,15 @@ def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -
         raise UnreadableError("the text of a token depends on the tokens around it")
     text = whole[len(known) :]
     ends = [max(0, end - len(known)) for end in reached[len(lead) :]]
-    # A token with only some of a character's bytes decodes to a replacement mark on its own. A character may end
-    # between two such tokens; assuming that it does not makes some spans longer, but never wrong.
+    # A token with only some of a character's bytes decodes to a replacement mark on its own. Assume that no character
+    # ends between two such tokens. If one does, some spans are longer than necessary, but still correct.
     marked = [alone(token).endswith(MARK) for token in tokens]
     after = [*(alone(token).startswith(MARK) for token in tokens[1:]), text.endswith(MARK)]
     return text, [CUT if a and b else end for end, a, b in zip(ends, marked, after, strict=False)]
 
 
 def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
-    """Return the shortest spans such that student and teacher have decoded the same text at the end of each.
+    """Return the shortest spans that end at a token boundary in both the student's and the teacher's tokens.
 
     A token without text belongs to the next token's span, or to no span at the end of the response.
 
@@ -215,10 +215,10 @@ class Pair:
     """Aligns a student's responses with the tokens of a teacher that has a different tokenizer."""
 
     def __init__(self, student: Any, teacher: Any, ends: set[int], teacher_ends: set[int], template: str = ""):
-        """Find the tokens that end a response of the student and of the teacher.
+        """Find the end-of-response tokens of the student and the teacher.
 
-        ends, teacher_ends: all tokens that may end a response of the student and of the teacher. template: the
-        student's chat template, if it overrides the tokenizer's.
+        ends, teacher_ends: all tokens that may end the student's or the teacher's response. template: the student's
+        chat template, if it overrides the tokenizer's.
         """
         self.student, self.teacher, self.ends = student, teacher, ends
         self.last = end_of_turn(student, ends, template), end_of_turn(teacher, teacher_ends)
@@ -261,7 +261,8 @@ class Pair:
 
         Common tokens have the same string in both vocabularies. The two end-of-response tokens also count as common.
 
-        sizes: vocabulary sizes of the student's and the teacher's model, which may be smaller than their tokenizers'.
+        sizes: vocabulary sizes of the student model and the teacher model, which may be smaller than those of their
+        tokenizers.
         """
         mine, theirs = (
             {word: token for word, token in side.get_vocab().items() if token < size}

@@ -34,10 +34,10 @@ class Rollout:
         self.phases: Counter[str] = Counter()
         """Number of episodes in each phase before grading (`Episode.phase`)."""
         self.observations: list[tuple[Place, Observation]] = []
-        """Observations that have arrived and are held back until all others have (`plan.in_order`)."""
+        """Observations that have arrived, but are held back until all pending ones have arrived (`plan.in_order`)."""
         self.ended = 0
-        """Number of groups that count (`RolloutPlan.counts`) and were completed since the last call of
-        `tally.reached`."""
+        """Number of groups completed since the last call of `tally.reached`, excluding groups that do not count
+        (`RolloutPlan.counts`)."""
         self.idle = 0.0
         """Seconds that the engine was idle because the rollout waited for environments."""
         # An engine starts new groups only while it has fewer requests in flight than its equal share of the rollout's
@@ -96,7 +96,7 @@ class Rollout:
         return self.abandoned
 
     def admit(self) -> bool:
-        """Start groups while there is room; return False if no episode is running and none is left to start."""
+        """Start groups while there is room. Returns False if no episode is running and no group is left to start."""
         taken = self.take()
         while taken:
             for group in taken:
@@ -110,7 +110,7 @@ class Rollout:
         return self.running + self.due > 0
 
     def take(self) -> list[PromptGroup]:
-        """Return as many groups as there is room for, starting with those carried over from earlier steps."""
+        """Return as many groups as there is room for, starting with groups carried over from earlier steps."""
         # An episode that waits for its environment does not occupy an engine slot.
         under_way, each = self.running + self.due, self.plan.requests_per_prompt
         free = min(self.places - self.running - self.phases["opening"], self.fair - under_way)
@@ -118,8 +118,8 @@ class Rollout:
         if self.environment.most_open:
             room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
-        # `queue.take` may be collective over the engine. All ranks of the engine compute the same room, so all make
-        # this call.
+        # `queue.take` may be collective over the engine. All ranks of the engine compute the same room, so all of them
+        # make this call.
         for place in self.queue.take(room - len(taken)):
             taken.append(self.plan.group(place))
             self.begun = place + 1
@@ -174,8 +174,9 @@ class Rollout:
     def observe(self, wait: float = 0.0) -> None:
         """Process observations from the environments, waiting up to `wait` seconds for the first.
 
-        Under `plan.in_order` they are held back until all have arrived, and then processed by (position, sample). The
-        composition of the engine's batch affects rounding, so it must not depend on the timing of answers.
+        With `plan.in_order`, observations are held back until all of them have arrived, and are then processed in order
+        of (position, sample). The composition of the engine's batch affects rounding, so it must not depend on the
+        timing of answers.
         """
         came = self.environment.poll(wait)
         self.observations += share(came, self.world) if self.shares else came
@@ -220,7 +221,7 @@ def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
         episode.add_sampled(completion.tokens, completion.logp, plan.version)
     if completion.experts is not None:
         # For a resumed episode, the engine prefills the earlier tokens again with newer weights. `add_experts` keeps
-        # the routing of the first pass, which produced their logp.
+        # the routing of the first pass, because that pass produced the tokens' logp.
         episode.add_experts(completion.experts)
 
 

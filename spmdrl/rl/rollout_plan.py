@@ -1,6 +1,6 @@
 """Rollout plans, the groups of episodes that they sample, and the experience that rollouts return.
 
-A carried group is one that a rollout cut short or did not start, to be continued by a later rollout.
+A carried group is a group that one rollout cut short or did not start, and that a later rollout continues.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 ASK_EVERY = 16
-"""Number of polls between two collective decisions on an engine about abandoning the rollout."""
+"""The ranks of an engine decide together, once per this number of polls, whether to abandon the rollout."""
 
 
 @dataclass
@@ -58,20 +58,20 @@ class PromptGroup:
 class Experience:
     """The result of one rollout, or of all rollouts of a step: completed episodes and carried groups of this rank.
 
-    In a step's experience, the positions of episodes are 0 .. prompts - 1 over all ranks.
+    In a step's experience, the episodes on all ranks together have positions 0 to prompts - 1.
     """
 
     episodes: list[Episode]
     """Episodes of complete groups, on an engine's first rank; empty on its other ranks."""
     drawn: int = 0
-    """Number of prompts up to the last one that was started, by this engine (rollout) or by any engine (step). The next
-    step continues after that prompt. 0 on ranks that do not sample."""
+    """Number of prompts up to and including the last prompt that was started by this engine (for a rollout) or by any
+    engine (for a step). The next step continues after that prompt. 0 on ranks that do not sample."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups to continue later, which this rank's engine cut short or has drawn but not started. Equal on all ranks of
-    an engine."""
+    """Groups to continue later. This rank's engine cut them short, or drew them but did not start them. Equal on all
+    ranks of an engine."""
     bad_samples: int = 0
     """Number of samples dropped on this rank, because a reward or logp is not finite, a sample could not be graded, or
-    the advantage compares samples and all others of the prompt were dropped."""
+    the advantage compares samples and all other samples of the prompt were dropped."""
     stats: Metrics = field(default_factory=Metrics)
     counts: dict[str, float] = field(default_factory=dict)
     """Environment counters on this rank (`environment.COUNTS`)."""
@@ -84,7 +84,7 @@ class RolloutPlan:
     """The prompts to sample from, and the sampling settings. Every rank has the same plan, except for `carried`."""
 
     name: str
-    """Name, unique in the run, which the prompt queue uses as a key."""
+    """Name that is unique in the run. The prompt queue uses it as a key."""
     prompts: list[Prompt]
     """Prompts in order of position."""
     samples: int
@@ -100,12 +100,13 @@ class RolloutPlan:
     first_position: int = 0
     """Position of the first prompt; the others are numbered consecutively."""
     greedy: bool = False
-    """True to also sample a greedy response to every prompt, whose reward is the baseline for the others."""
+    """True to also sample a greedy response to every prompt. Its reward is the baseline for the prompt's other
+    samples."""
     bad_sample: str = "stop"
     """How to treat a sample whose logp or reward is not finite: raise an error (`stop`) or set its reward to nan
     (`skip`)."""
     enough: int = 0
-    """Number of completed groups over all engines after which the others are cut short, or 0 to complete all groups."""
+    """Number of groups that all engines together complete before the rest is cut short, or 0 to complete all groups."""
     least: int = 1
     """A group counts towards `enough` if the environments of at least this many of its samples did not fail."""
     carried: list[PromptGroup] = field(default_factory=list)
@@ -113,7 +114,7 @@ class RolloutPlan:
     carried_by: list[int] = field(default_factory=list)
     """Number of carried groups per engine; empty if no engine has any."""
     turn_tokens: int = 0
-    """Maximum number of tokens per response; 0 for no limit other than that on the complete episode."""
+    """Maximum number of tokens per response, or 0 if only the complete episode has a limit."""
     in_order: bool = False
     """True if the engine waits for all pending observations before each step and gets requests sorted by (position,
     sample). Timing then affects neither the engine's batches nor the choice of episodes to cut short."""
@@ -166,7 +167,7 @@ class RolloutPlan:
         )
 
     def is_abandoned(self, world: World, polls: int) -> bool:
-        """Return True, on all ranks of an engine, if the rollout is abandoned. Collective over the engine.
+        """Return True on all ranks of an engine if the rollout is abandoned. Collective over the engine.
 
         polls: number of calls in this rollout so far.
         """
@@ -180,9 +181,9 @@ class RolloutPlan:
         return bool(all_reduce(flag, "max", world.engine_group).item())
 
     def unbegun(self, done: Experience, last: int, world: World) -> list[PromptGroup]:
-        """Return the groups assigned to this engine, among the first `last` prompts, that it has not started.
+        """Return this engine's groups among the first `last` prompts that it has not started.
 
-        Such groups exist only under static assignment, if another engine was faster; no other engine may start them.
+        Such groups exist only under static assignment, when another engine was faster. No other engine may start them.
         With a queue, the list is empty.
         """
         if self.assignment != "static":
@@ -207,9 +208,10 @@ def request_key(episode: Episode) -> Key:
 
 
 def shares(enough: int, groups: list[int]) -> list[int]:
-    """Divide a number of groups, `enough`, among the engines in proportion to the groups that each one has.
+    """Divide `enough` groups among the engines, in proportion to how many groups each engine has.
 
-    The shares add up to `enough`, or to the number of groups if that is smaller. No share exceeds the engine's groups.
+    The shares add up to `enough`, or to the number of groups if that is smaller. No share exceeds the engine's own
+    number of groups.
     """
     total, ends = sum(groups), [0, *accumulate(groups)]
     # Cumulative sums are rounded instead of shares, so that the shares add up exactly.

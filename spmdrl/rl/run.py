@@ -1,6 +1,6 @@
 """A reinforcement learning run on one rank, and the learning method `PolicyGradient`. `train.py` calls both.
 
-`rl/build.py` builds them. `rl/distillation.py` and `rl/online_preference.py` contain other methods.
+`rl/build.py` builds the run and its method. `rl/distillation.py` and `rl/online_preference.py` contain other methods.
 """
 
 import re
@@ -78,7 +78,7 @@ class Run(JobRun[Config]):
             yield step
 
     def experience(self, step: int) -> Experience:
-        """Return this step's graded experience, sampling it unless that was done in advance. Collective over all ranks.
+        """Return this step's graded experience, which may have been sampled in advance. Collective over all ranks.
 
         The result has no episodes on a rank that does not sample.
 
@@ -260,7 +260,7 @@ class PolicyGradient:
     def pack(self, episodes: list[Episode], step: int) -> Batch:
         """Return this rank's episodes of a step as a batch (`make_batch`). Collective, within a rollout phase."""
         run = self.run
-        # The columns depend only on settings, because ranks without the policy must have the same ones.
+        # The columns depend only on settings, because ranks without the policy must have the same columns.
         with run.timer("exchange"):
             return make_batch(
                 episodes,

@@ -58,7 +58,7 @@ class Sampler:
         """Return this step's experience. Unless it was sampled in advance, sample it with weight version `version`.
 
         Raises:
-            AbandonedError: sampling was interrupted. Raised on every sampling rank.
+            AbandonedError: sampling was interrupted. Every rank that samples raises it.
         """
         if not self.ready:
             self._next(version)
@@ -89,7 +89,7 @@ class Sampler:
                 (`Experience.carried`).
 
         Raises:
-            AbandonedError: sampling was interrupted. Raised on every sampling rank.
+            AbandonedError: sampling was interrupted. Every rank that samples raises it.
             ValueError: `--filter.max-rounds` rollouts did not fill the step; the message states the acceptance rate.
         """
         filling = Filling(self.cfg, self.world, self.keep, step, carried)
@@ -136,7 +136,8 @@ class Sampler:
         timer: defaults to the run's timer.
 
         Raises:
-            AbandonedError: a rollout without `plan.keeps_graded` was interrupted. Every rank that samples raises it.
+            AbandonedError: the rollout was interrupted and `plan.keeps_graded` is False. Every rank that samples raises
+                it.
             StaleEngineError: the engine's weights are not those of `plan.version`.
             RewardError: a grading failed.
             ValueError: the engine returned a logp that is not finite, and `plan.bad_sample` is `stop`.

@@ -143,7 +143,7 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
 
 
 def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> torch.Tensor:
-    """Return the shaped episode reward for each sequence [B], from which advantages are computed. Collective.
+    """Return the shaped episode reward for each sequence [B], for computing advantages. Collective.
 
     Per-turn rewards, if the batch has them, are scaled by the same factors and stored in `token["turn_shaped"]`. Bounds
     and length terms apply to the complete episode.
@@ -151,7 +151,7 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
     state: `Algorithm.state`, whose running reward moments are updated in place.
     """
     shaping, longest, first_E, unit = cfg.shaping, cfg.rollout.max_new_tokens, batch.firsts, cfg.shaping.reward_coef
-    # From here on, B counts episodes; the last line expands the rewards to one per path.
+    # From here on, B counts episodes; the last line expands the rewards to one reward per path.
     reward_B, length_B = batch.seq["reward"][first_E], batch.sampled_per_episode
     # Length terms include the environment's answers, because these count towards the episode's token limit.
     counted_B = batch.generated_per_episode

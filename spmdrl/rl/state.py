@@ -1,9 +1,10 @@
-"""State of a run besides its models, for checkpoints: equal on all ranks (RunState) or per rank (RankState).
+"""Run state that checkpoints save besides the models: state that is equal on all ranks (RunState) or per rank
+(RankState).
 
 Per-rank state consists of groups that were cut short (partial rollouts), experience sampled in advance (split
 placement), replay-buffer batches, and random number generators. The run seeds its own draws from data, so the
-generators matter only if a user-defined loss or reward draws from them. A rank saves all this as a tree of plain values
-and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks has
+generators matter only if a user-defined loss or reward draws from them. Each rank saves its state as a tree of plain
+values and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks has
 changed, `dealt` redistributes the saved groups, and generator states are not restored.
 
 Old checkpoints, whose episodes have no segments, can still be read. They store responses as columns, under `parts` in a
@@ -137,7 +138,7 @@ class RankState:
         return "; ".join(lost)
 
     def _kinds(self) -> list[str]:
-        """Return descriptions of the kinds of state that this run has, for messages."""
+        """Return phrases that describe the per-rank state of this run, for messages."""
         rollout = self.cfg.rollout
         held = ["groups that were cut short"] if rollout.partial_steps else []
         held += ["experience that was sampled ahead"] if rollout.staleness else []
@@ -204,7 +205,7 @@ def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
     """Distribute the state saved by `before` ranks over `count` ranks, so that every item goes to exactly one rank.
 
     With the same number of ranks, each rank reads the state that it saved. With fewer ranks, a rank reads the states of
-    several; with more ranks, it reads every n-th item of one state.
+    several saved ranks. With more ranks, it reads every n-th item of one state.
 
     Returns the numbers of the saved ranks that rank `mine` reads, the index of the first item to take, and n.
     """
@@ -252,7 +253,7 @@ def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
 
 
 def experience_tree(done: Experience) -> dict:
-    """Convert a step's experience to a tree, without carried groups (`RankState.tree` saves the sampler's)."""
+    """Convert a step's experience to a tree, without carried groups (`RankState.tree` saves them)."""
     return {
         "episodes": [episode_tree(e) for e in done.episodes],
         "drawn": done.drawn,

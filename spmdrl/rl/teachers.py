@@ -34,8 +34,8 @@ def teacher_prompts(
 
     `--distill.teacher-template` renders them if set.
 
-    tokenizer: the teacher's tokenizer. chat_template: as `--data.chat-template`; empty to use the tokenizer's template.
-    Without a template, prompts are plain text. student: the student's prompts.
+    tokenizer: the teacher's tokenizer. chat_template: template in the format of `--data.chat-template`, or empty to use
+    the tokenizer's template. If neither is given, prompts are plain text. student: the student's prompts.
 
     Raises:
         ValueError: the template cannot render a row, the teacher's prompts lack a column that the student's have, or a
@@ -105,7 +105,7 @@ class EngineTeachers:
 
 
 def _requests(batch: Batch, read_B: torch.Tensor) -> list[ScoreRequest]:
-    """Return scoring requests for the selected sequences, in which the trained tokens come last."""
+    """Return scoring requests for the selected sequences. The trained tokens come last in each sequence."""
     lengths, out = batch.lengths.tolist(), []
     rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), read_B.tolist(), strict=True)
     for tokens_L, mask_L, wanted in rows:

@@ -1,5 +1,5 @@
-"""Tool calls: determines the policy's call format, checks that the chat template renders tools and format, and parses
-the calls in an episode's turns.
+"""Determines the policy's tool-call format, checks that the chat template supports tools, and parses an episode's tool
+calls.
 
 `CallReader` reads calls for samples.jsonl without the tools' schemas. In formats that write arguments as plain text
 (`qwen3_coder`, `glm`) it therefore returns arguments that are not JSON as text.
@@ -37,7 +37,7 @@ class CallReader:
     """Maximum tokens per turn, or 0 for no limit. A turn that reaches it is sent to the environment unfinished."""
 
     def of(self, episode: Episode) -> dict[int, Calls]:
-        """Return the calls of each turn that has any, by the index of the turn's last sampled segment."""
+        """Return the tool calls of all turns that have calls, by the index of the turn's last sampled segment."""
         places: dict[int, list[int]] = {}
         for i, s in enumerate(episode.segments):
             if s.sampled:
@@ -81,7 +81,9 @@ def conversation_of(cfg: Config, tokenizer: Any) -> tuple[EnvironmentConfig, Con
 
 
 def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
-    """Return the tool-call format that the user set, or else the chat template's; `none` if the template has none.
+    """Return the tool-call format that the user set, or the chat template's format if it is `auto`.
+
+    Returns `none` if the template has no tool-call format.
 
     Raises:
         ValueError: the format is unknown.
@@ -95,7 +97,8 @@ def form_of(found: EnvironmentConfig, conversation: Conversation) -> str:
 def unfit(found: EnvironmentConfig, conversation: Conversation, form: str, tools: Collection) -> str:
     """Return the reason why the policy cannot use an environment's tools; empty if it can.
 
-    If the user set the format, the template need not render the tools, because the policy may have learnt to call them.
+    If the user set the format, the template need not render the tools, because the policy may have learned to call
+    them.
 
     form: as returned by `form_of`.
     """

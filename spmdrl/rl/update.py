@@ -13,7 +13,7 @@ from spmdrl.tracking.metrics import Metrics
 
 
 def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int, peers: Peers) -> Metrics:
-    """Update all trained models, then the reference if it is due. Collective over the ranks that train.
+    """Update all trained models, then refresh the reference if it is due. Collective over the ranks that train.
 
     With a critic, the policy is not updated during the first `--critic.warmup-steps` steps.
 
@@ -41,8 +41,8 @@ def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int
 def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -> None:
     """Move the reference towards the policy if an update is due after `step`. Collective over the ranks that train.
 
-    every: interval in steps, or 0 for never. step: 0-based. mix: weight of the policy in the new reference; 1 copies
-    the policy.
+    every: interval in steps, or 0 to never update the reference. step: 0-based. mix: weight of the policy in the new
+    reference; 1 copies the policy.
     """
     if models.reference is not None and every and (step + 1) % every == 0:
         models.reference.take_over(models.policy, mix)
