@@ -48,7 +48,7 @@ class Start:
 def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
     """Load the model's tokenizer and length limit, and build the encoder.
 
-    encoder: function (tokenizer, maximum number of tokens per sequence) -> row encoder.
+    encoder: function that takes the tokenizer and the maximum number of tokens per sequence, and returns a row encoder.
     """
     trust = cfg.model.trust_remote_code
     tokenizer, longest = load_tokenizer(folder, trust), min(cfg.data.max_tokens, context_length(folder, trust))
@@ -56,7 +56,9 @@ def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Enc
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
-    """Build the trained model. Collective. share: whether to compute prompts shared by sequences only once."""
+    """Build the trained model. Collective. share: whether to compute the shared prompt of several sequences only
+    once.
+    """
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
@@ -71,8 +73,8 @@ def frozen(
     """Build a frozen language model. Collective.
 
     path: model path, or empty for `--model.path`. flag: name of the setting that holds the path, for messages.
-    learning: the policy. If it has LoRA adapters and this model as its base, the policy with its adapters disabled is
-    returned instead of a second copy. average: whether the model will be updated as a moving average of the policy's
+    learning: the policy. If it has LoRA adapters on top of this model, return the policy with disabled adapters instead
+    of a second copy of the model. average: whether the model will be updated as a moving average of the policy's
     weights.
 
     Raises:
@@ -126,10 +128,10 @@ def assemble(
 ) -> SupervisedRun:
     """Build a job from its rows, models and loss. Collective over all ranks.
 
-    pack: (this rank's sequences, step number, or MEASURE for an evaluation) -> batch. known: computes per-token values
-    before the models are built, or None if the job needs none. prompts_of: selects the held-out sequences that provide
-    the prompts of `--generate`; by default the last sequence of each row. A prompt consists of the tokens before the
-    last trained span of its sequence.
+    pack: function that turns this rank's sequences and the step number (MEASURE for an evaluation) into a batch. known:
+    computes per-token values before the models are built, or None if the job needs none. prompts_of: selects the
+    held-out sequences that provide the prompts of `--generate`; by default, the last sequence of each row. A prompt
+    consists of the tokens before its sequence's last trained span.
     """
     cfg, world = session.cfg, session.world
     check_attention(cfg, world.device)

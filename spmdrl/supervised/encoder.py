@@ -25,8 +25,8 @@ class Encoded:
     samples: list[int] = field(default_factory=list)
     """Index of each sequence within its row. An empty list stands for 0, 1, ..."""
     notes: Counter = field(default_factory=Counter)
-    """Name -> count. The names are truncated, dropped, split, departs, unstopped and unanswered (docs/sft.md). For the
-    first rows, columns that the chat template does not render (`data.shown.UNSHOWN`) are also counted."""
+    """Maps names to counts. The names are truncated, dropped, split, departs, unstopped and unanswered (docs/sft.md).
+    For the first rows, columns that the chat template does not render (`data.shown.UNSHOWN`) are also counted."""
 
 
 class Encoder:
@@ -47,7 +47,7 @@ class Encoder:
         self.renderer = Renderer(tokenizer, template, template_kwargs(data))
         check_read(self.renderer, template_kwargs(data))
         self.looked = 0
-        """Number of rows with tools or template variables that were checked; only the first `LOOKED` are."""
+        """Number of checked rows with tools or template variables. Only the first `LOOKED` such rows are checked."""
         self.columns = Columns(
             data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
         )
@@ -128,7 +128,7 @@ class Encoder:
     def _trained(self, example: Example) -> set[int]:
         """Return the indices of the messages that are trained.
 
-        A message's own field that says whether it is trained overrides `--sft.train-on`.
+        If a message has its own field that turns training on or off, the field overrides `--sft.train-on`.
         """
         assert example.dialogue
         turns = [i for i, message in enumerate(example.dialogue.messages) if message["role"] == "assistant"]

@@ -36,7 +36,7 @@ def dry_run(job: Job[Any], loaded: Loaded[Any]) -> None:
 
 
 def with_steps(cfg: C, mixture: Mixture) -> C:
-    """Return the settings; if `--run.steps` is 0, it is replaced by the number of steps for `--data.epochs`.
+    """Return the settings. If `--run.steps` is 0, it is replaced with the number of steps for `--data.epochs`.
 
     Raises:
         ValueError: the number of rows is unknown; or `--checkpoint.best` names an evaluation metric, but no evaluation

@@ -29,8 +29,8 @@ class Generations:
     ):
         """Start the engine. Collective.
 
-        sequences: held-out sequences, identical on all ranks. Each provides a prompt; prompts too long for the model
-        are skipped.
+        sequences: held-out sequences, identical on all ranks. Each sequence provides a prompt. Prompts that are too
+        long for the model are skipped.
         """
         cfg, world = session.cfg, session.world
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
@@ -81,7 +81,7 @@ class Generations:
 
 
 def split(sequence: Masked) -> tuple[list[int], list[int]]:
-    """Return the tokens before the last trained span of a sequence, and the tokens of that span."""
+    """Return the tokens before a sequence's last trained span, and the tokens in that span."""
     mask, tokens = sequence.mask.tolist(), sequence.tokens.tolist()
     end = len(mask) - mask[::-1].index(True)
     start = end

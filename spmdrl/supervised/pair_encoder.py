@@ -19,14 +19,16 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class PairEncoder:
-    """Encodes rows according to the `--data` settings. Each side of a pair, or labelled response, is one sequence."""
+    """Encodes rows according to the `--data` settings. Each labelled response and each side of a pair is one
+    sequence.
+    """
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
         """Read the settings.
 
         pairs: whether rows must be pairs. Otherwise each side is a labelled response, and a row may have just one.
-        beside: whether to add sequences that combine this row's prompt with the previous row's responses. They are not
-        trained on; KTO uses them to estimate the KL.
+        beside: whether to add sequences that combine this row's prompt with the previous row's responses. These
+        sequences are not trained on; KTO uses them to estimate the KL.
 
         Raises:
             TemplateError: the chat template does not render user messages.
@@ -133,8 +135,8 @@ def pack_pair_sides(
     """Pack the sides of pairs, or labelled responses, into the batch of one optimizer step.
 
     pairs: whether both sides of a row must be on the same rank and in the same micro-batch. share: whether to compute
-    their common prompt only once. numbers: name of a per-sequence number -> default for sequences without it. columns:
-    as in `pack`.
+    their common prompt only once. numbers: maps the name of each per-sequence number to the default for sequences
+    without it. columns: same as in `pack`.
     """
     batch = pack(sequences, columns=columns)
     ordered = sorted(sequences, key=lambda each: each[:2])

@@ -22,8 +22,9 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | None = None) -> list[str]:
-    """Return lines about the first rows: counts, and one row with its trained text in green, or in [[ ]] without
-    colour.
+    """Return lines that describe the first rows: counts, and one example row with its trained text marked.
+
+    The trained text is green, or enclosed in [[ ]] without colour.
 
     colour: whether to use colour, or None to use it only if stdout is a terminal.
 

@@ -28,7 +28,7 @@ STEP_LABELS = ("wrong", "right")
 
 
 class ScoredEncoder:
-    """Encodes pairs for a reward model. Each sequence has the index of the score that its pair trains."""
+    """Encodes pairs for a reward model. Each sequence gets the index of the score that its pair trains."""
 
     beside = False
 
@@ -84,8 +84,8 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     """Build the trained model: an existing classifier, or a language model with a new head. Collective.
 
     Raises:
-        ValueError: the model is neither of these; or it is a classifier whose head is missing from its folder, or whose
-            scores differ from the settings in number or names.
+        ValueError: the model is neither a classifier nor a language model, a classifier's head is missing from its
+            folder, or the number or names of its scores differ from the settings.
     """
     cfg, steps = session.cfg, session.cfg.reward_model.rows == "steps"
     count = 2 if steps else max(1, len(cfg.reward_model.outputs))
@@ -114,8 +114,8 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
 def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
     """Check that the scores of a classifier have the names in `outputs`, in the same order.
 
-    Skipped if there is only one output or the classifier has default names (LABEL_0, LABEL_1, ...). config: the
-    transformers config of the classifier. flag: setting and path of the model, as a prefix for the message.
+    The check is skipped if there is only one output or the classifier has default names (LABEL_0, LABEL_1, ...).
+    config: the transformers config of the classifier. flag: setting and path of the model, as a prefix for the message.
 
     Raises:
         ValueError: the names or their order do not match.
@@ -137,7 +137,7 @@ def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     config.problem_type = None
     # transformers reads the score at the last token that is not padding, so an end-of-turn token is used as the padding
-    # token only if there is no other.
+    # token only if there is no other candidate.
     ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])}
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
     config.pad_token_id = next((i for i in known if i is not None and i not in ends), tokenizer.eos_token_id)

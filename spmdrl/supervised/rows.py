@@ -27,13 +27,14 @@ Placed = list[tuple[int, int, Masked]]
 """For each sequence: (index of its row in the step, index of the sequence in the row, sequence)."""
 
 STRIDE = 0x9E3779B1
-"""Multiplier of a token's position in its noise seed, so that the seeds of neighbours differ in many bits."""
+"""Multiplier of a token's position in its noise seed, so that neighboring tokens have seeds that differ in many
+bits."""
 FEW = 1000
-"""The fraction of rejected rows is computed as if at least this many rows, or all of a smaller dataset, were read."""
+"""Minimum denominator for the fraction of rejected rows. For a smaller dataset, it is the dataset's number of rows."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
 """Names of a step's counts, in the order of the tensor that is reduced over ranks."""
 NAMED = ("truncated", "dropped", "unanswered")
-"""Names of the counts whose rows are logged, because they are trained on only partly or not at all."""
+"""Names of the counts whose rows are logged, because these rows are trained on only partly or not at all."""
 
 
 def open_mixture(cfg: SupervisedConfig) -> Mixture:
@@ -94,7 +95,7 @@ class Encode(Protocol):
     """Turns a dataset row into its sequences."""
 
     beside: bool
-    """Whether encoding a row also uses the previous row of the step (the last row, for the first row)."""
+    """Whether encoding a row also uses the previous row of the step. The first row then uses the last row."""
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
         """Encode a row. before: the previous row (see `beside`), or None if it cannot be read or `beside` is False.
@@ -116,7 +117,7 @@ class Precomputed(Protocol):
     def attach(self, key: Any, sequences: list[Masked]) -> None:
         """Add a row's values to its sequences as columns. Raises ValueError if the row has none.
 
-        key: (name of the row's source, index of the row in it).
+        key: (name of the row's source, index of the row in that source).
         """
         ...
 
@@ -134,7 +135,7 @@ class Step:
     refused: list[str] = field(default_factory=list)
     """One line per rejected row, with its source, number and the reason."""
     shortened: list[str] = field(default_factory=list)
-    """One line per row with counts in `NAMED`, with its source, number and the names of these counts."""
+    """One line per row that has counts in `NAMED`: the row's source, its number and the names of these counts."""
 
     def name_rows(self) -> None:
         """Write the lines in `refused` and `shortened` to this rank's log file."""
@@ -265,8 +266,8 @@ def first_lines(lines: list[str], world: World) -> list[str]:
 def too_many_refused(refused: int, rows: int, allowed: float, lines: list[str], world: World) -> ValueError:
     """Return the error about rejected rows, which shows up to five of them. Collective.
 
-    refused, rows: numbers of rejected and of all rows. allowed: maximum fraction that may be rejected. lines: one line
-    per rejected row of this rank.
+    refused, rows: number of rejected rows, and number of all rows. allowed: maximum fraction that may be rejected.
+    lines: one line per rejected row of this rank.
     """
     shown = first_lines(lines, world) or ["no row has a sequence within --data.max-tokens"]
     return ValueError(
@@ -290,8 +291,8 @@ def pack(
 ) -> Batch:
     """Pack sequences into the batch of one optimizer step, in row order.
 
-    noise: the value of `--sft.neftune`. key: numbers that, with the sequence's position, seed the noise. columns: name
-    of an additional per-token column -> its dtype.
+    noise: the value of `--sft.neftune`. key: numbers that seed the noise, together with the sequence's position.
+    columns: maps the name of each additional per-token column to its dtype.
     """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))

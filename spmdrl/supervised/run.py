@@ -24,7 +24,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     objective: Objective
     data: Rows
     pack: Callable[[list, int], Batch]
-    """Packs rows: (this rank's sequences, step number) -> batch."""
+    """Function that packs this rank's sequences into a batch. Its second argument is the step number."""
     held_out: Batch | None
     """This rank's share of the held-out rows, or None if the job does not evaluate."""
     generations: Generations | None

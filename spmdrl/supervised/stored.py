@@ -1,8 +1,8 @@
-"""Writes per-token values of the rows' trained tokens, such as log-probabilities, to files, and reads them in training.
+"""Writes values for the trained tokens of rows, such as log-probabilities, to files, and reads them during training.
 
-A folder contains safetensors files and a manifest that lists them and is written last. A file contains the concatenated
-tokens of its sequences, and a mask that is True at tokens with values. Sequences are looked up by their tokens, so the
-row order, source names and number of ranks do not matter.
+A folder contains safetensors files and a manifest that lists these files. The manifest is written last. A file contains
+the concatenated tokens of its sequences, and a mask that is True at tokens with values. Sequences are looked up by
+their tokens, so the row order, source names and number of ranks do not matter.
 
 T: tokens in a file or batch; N: sequences in a file; M: tokens with values in a file; L: tokens in one sequence.
 """
@@ -45,7 +45,7 @@ def indexed(mixture: Mixture) -> list[Any]:
 
 
 def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
-    """Yield all rows in chunks: the rows of a chunk, and the indices of those that this rank encodes."""
+    """Yield all rows in chunks: the rows of a chunk, and the indices of the rows that this rank encodes."""
     world, rows, total = session.world, Permuted(sources, seed=0, shuffle=False), sum(map(len, sources))
     count = max(STEPS * session.cfg.data.rows_per_step, world.size)
     for start in range(0, total, count):
@@ -65,8 +65,9 @@ def write(
 ) -> None:
     """Write values for all trained tokens of all rows that are not rejected. Collective.
 
-    pack: a rank's sequences -> batch. numbers: batch -> its columns [T, ...] by name; called collectively. facts:
-    additional manifest entries. max_refused: maximum fraction of rows that may be rejected. Rejected rows are logged.
+    pack: turns a rank's sequences into a batch. numbers: returns a batch's columns [T, ...] by name; all ranks call it
+    together. facts: additional manifest entries. max_refused: maximum fraction of rows that may be rejected. Rejected
+    rows are logged.
 
     Raises:
         ValueError: more rows are rejected than allowed, no sequence is left, or rank 0 cannot see another rank's file.
@@ -100,7 +101,9 @@ def write(
 
 
 class _Writer:
-    """Writes sequences to files. Ranks with the same data position hold the same sequences; only the first writes."""
+    """Writes sequences to files. Ranks with the same data position hold the same sequences; only the first one
+    writes.
+    """
 
     def __init__(self, folder: Path, world: World):
         self.folder, self.files = folder, dict[str, int]()
@@ -240,8 +243,8 @@ def _row(file: Any, name: str) -> str:
 def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:
     """Return the keys (`_key`) of a file's sequences, int64 [N], and their `Stored.place_N4` with file index 0.
 
-    names: names of all value columns. needed: names of the required ones. count: number of sequences according to the
-    manifest. Raises ValueError if the file lacks a column or its tensors do not match.
+    names: names of all value columns. needed: names of the required columns. count: number of sequences according to
+    the manifest. Raises ValueError if the file lacks a column or its tensors do not match.
     """
     if missing := [name for name in (*PLACES, *needed) if name not in file.keys()]:  # noqa: SIM118
         raise ValueError(f"it has no tensor {missing[0]}")

@@ -131,10 +131,10 @@ class StoredTeacher:
         """No-op, because `read` looks up the values for a whole batch."""
 
     def read(self, batch: Batch, temperature: float, reader: TargetReader) -> tuple[torch.Tensor, ...]:
-        """Return a batch's ids, logp and log remaining probability, like `read` of a teacher model.
+        """Return a batch's ids, logp and log remaining probability, like the `read` method of a teacher model.
 
         Raises:
-            ValueError: the files lack values of a sequence, or contain values that are not log-probabilities.
+            ValueError: the files lack values for a sequence, or contain values that are not log-probabilities.
         """
         assert temperature == self.session.cfg.teacher.temperature and reader == self.reader
         tick()

@@ -30,9 +30,9 @@ NOT_OF_ROWS = (
     *("data.rows_per_step", "data.epochs", "data.shuffle", "data.eval", "data.max_refused", "data.chat_template"),
 )
 """`--data` settings that `identity` omits because they do not affect the tokens of a row. The exception is
-`data.chat_template`, for which it stores a hash of the template text instead."""
+`data.chat_template`, for which `identity` stores a hash of the template text instead."""
 PART = 2**12
-"""Maximum number of bytes to hash at the start of each tensor, and again from its middle on."""
+"""Maximum number of bytes to hash from the start of each tensor, and again from its middle."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
         values[f"the date in the chat template ({flag('data.template_kwargs')} {DATE})"] = day
     return {
         "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),
-        # This hash covers the tokenization rules and the length at which rows are truncated.
+        # This hash covers the tokenization rules and the length to which rows are truncated.
         "reading": _hash([_rules(begun.tokenizer), begun.tokenizer.eos_token_id, begun.longest]),
         "sources": digest(cfg),
         "settings": json.loads(json.dumps(values)),
@@ -126,7 +126,7 @@ def _hash(facts: Any) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a hash of a model's config and of samples of each tensor's bytes.
+    """Return a hash of a model's config and of some bytes of each tensor.
 
     Raises:
         ValueError: a file is not valid safetensors.
