@@ -84,9 +84,7 @@ class EngineModels:
                 )
 
     def load(self, name: str, memory: Memory, role: str) -> int:
-        """Load a model into the engine unless it is already loaded, and return its version. Collective over the
-        engine.
-        """
+        """Load a model into the engine unless it is already loaded, and return its version. Collective (engine)."""
         assert memory.engine
         version = self.versions[name]
         if memory.engine.version != version:

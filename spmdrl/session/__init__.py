@@ -15,7 +15,7 @@ engine_check.py  compares engine and trainer log p of sampled tokens before the 
 journal.py       writes the metrics, samples and console output of each step
 environ.py       sets process defaults: environment variables, threads, allocator
 determinism.py   makes runs with the same settings bitwise reproducible
-device_table.py  moves models and the engine on and off the device, and tracks the memory that each uses
+device_table.py  moves models and the engine on and off the device, and tracks their memory
 memory_advice.py suggests flags that free memory
 transfer.py      sends new weights to the engine
 meter.py         measures memory as reported by the operating system or the driver

@@ -1,9 +1,9 @@
 """Makes runs with the same settings and layout bitwise reproducible (`--run.deterministic`).
 
-With this flag, torch raises an error for operations without a deterministic implementation; each prompt goes to a fixed
-engine (`config/layers.py` sets static assignment); vLLM and SGLang use batch-invariant kernels on GPUs; settings whose
+With this flag, torch raises an error for operations without a deterministic implementation. Each prompt goes to a fixed
+engine (`config/layers.py` sets static assignment). vLLM and SGLang use batch-invariant kernels on GPUs. Settings whose
 effect depends on timing are rejected or cause a warning (`config/engines.py`, `rl/build.py`). Runs become slower. On a
-CPU, a run with the static assignment is usually deterministic even without the flag.
+CPU, a run with static assignment is usually deterministic even without the flag.
 """
 
 import os
@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # Excludes NVLS, because the network switch sums values in order of arrival.
     "NCCL_ALGO": "^NVLS",
-    # Of the next two variables, flash-attn in transformers reads the first, and Megatron's Transformer Engine the
+    # flash-attn in transformers reads the first of the next two variables. Megatron's Transformer Engine reads the
     # second.
     "FLASH_ATTENTION_DETERMINISTIC": "1",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 def make_deterministic(run: RunConfig) -> None:
     """Seed the global generators and, with `--run.deterministic`, make torch and its libraries deterministic.
 
-    It must be called before these libraries are initialized.
+    Call this function before these libraries are initialized.
     """
     # Our own random draws are seeded from data, but a user-defined loss may draw from these generators. All ranks use
     # the same seed, so that ranks with the same tokens (--parallel.sp) compute the same loss.

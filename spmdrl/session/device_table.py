@@ -1,14 +1,14 @@
 """Moves models and the engine on and off the device, which engine and trainer use in turn.
 
-Only this module moves models, in an order that bounds peak memory; `--policy.offload` and `--reference.offload` select
-the models to offload. Before a rollout, frozen models, critics, gradients and optimizer moments are offloaded; the
-engine's weights are moved back and overwritten with the policy's; the policy's parameters are offloaded; then the KV
-cache is allocated. After the rollout, the engine is put to sleep, then the trainer's models are moved back. Under split
-placement, a rank has either an engine or a trainer, so nothing is moved.
+Only this module moves models, in an order that bounds peak memory. `--policy.offload` and `--reference.offload` select
+the models to offload. Before a rollout, frozen models, critics, gradients and optimizer moments are offloaded first.
+Then the engine's weights are moved back and overwritten with the policy's weights. Finally, the policy's parameters are
+offloaded and the KV cache is allocated. After the rollout, the engine is put to sleep, then the trainer's models are
+moved back. Under split placement, a rank has either an engine or a trainer, so nothing is moved.
 
 A frozen judge or a teacher on the run's engine replaces the policy's weights within a rollout phase (`lend`). Before
-the policy samples again, `restore` sends its weights with the same sequence of moves as before a rollout, so peak
-memory does not grow.
+the policy samples again, `restore` sends the policy's weights with the same sequence of moves as before a rollout, so
+peak memory does not grow.
 """
 
 import logging
@@ -53,7 +53,7 @@ class Holding:
 class Border:
     """A snapshot between two moves: the table, the measured bytes in use, and their peak since the previous snapshot.
 
-    For the snapshot `logged`, the peak is since the previous call of `metrics`.
+    For the snapshot `logged`, the peak is measured since the previous call of `metrics`.
     """
 
     table: tuple[Holding, ...]
@@ -107,7 +107,7 @@ class Memory:
         self.lent = bool(frozen_judges(cfg) or cfg.engine_teachers())
         """True if an engine may hold the weights of a judge or teacher, so that versions can differ between engines."""
         self.check: EngineCheck | None = None
-        """Check that compares the engine with the policy in the first step, or None for jobs without it."""
+        """Check that compares the engine with the policy in the first step, or None for jobs without this check."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
 
     @contextmanager
@@ -153,7 +153,8 @@ class Memory:
     def lend(self, folder: Tensors, version: int, whose: str) -> None:
         """Load other weights into the engine within a rollout phase. Collective over the ranks of the engine.
 
-        version: a number below -1, since policy versions start at 0. whose: the owner, such as `judge`, for messages.
+        version: a number below -1, since policy versions start at 0. whose: owner of the weights, such as `judge`, for
+        messages.
         """
         assert self.lent and version < -1
         with self.timer("push"), self._room("rollout", f"the {whose}'s weights"):
@@ -286,8 +287,8 @@ class Memory:
     def _room(self, phase: Literal["rollout", "training"], what: str, owner: str = "") -> Iterator[None]:
         """Convert an out-of-memory error in this context to one that lists memory by owner and flags that would help.
 
-        phase: the current phase. what: what the memory is needed for, for the message. owner: the model or table row
-        that is being moved to the device; empty if nothing is moved.
+        phase: the current phase. what: purpose of the memory, for the message. owner: the model or table row that is
+        being moved to the device; empty if nothing is moved.
         """
         try:
             yield

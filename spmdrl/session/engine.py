@@ -16,7 +16,7 @@ def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) ->
     stop: ids of the tokens that end a response.
     """
     cfg, world = session.cfg, session.world
-    # vLLM runs full garbage collections while it starts, which are fast if existing objects are excluded from them.
+    # vLLM runs full garbage collections while it starts. Excluding existing objects makes these collections fast.
     keep_what_started(done=False)
     with room_for_engine(models, cfg):
         engine = build_engine(cfg, world, stop)

@@ -48,7 +48,7 @@ def check_frequencies(cfg: Config, hf_config: Any) -> None:
     """Check that a model's rotary frequencies are the same for all sequence lengths that can occur in the run.
 
     Some models switch frequencies in sequences longer than a limit, and a sampler cannot know in advance if a response
-    will exceed it.
+    will exceed this limit.
 
     Raises:
         ValueError: sequences can exceed such a limit.
@@ -65,7 +65,7 @@ def check_frequencies(cfg: Config, hf_config: Any) -> None:
 
 
 class EngineCheck:
-    """Checks an engine: it samples in the rollout phase, and the trainer compares log p in the training phase."""
+    """Checks an engine, which samples in the rollout phase. The trainer compares log p in the training phase."""
 
     def __init__(self, cfg: Config, world: World, policy: Any, engine: Engine | None, experts_width: int):
         """Create the check. experts_width: number of columns of `token["experts"]`, or 0 without routing replay."""
@@ -93,7 +93,7 @@ class EngineCheck:
             while len(done) < len(requests):
                 tick()
                 done |= {made.key: made for made in engine.poll()}
-            # A resumed run must sample like an uninterrupted one, whose engine has not cached the prefixes of these
+            # A resumed run must sample like an uninterrupted run, whose engine has not cached the prefixes of these
             # rows.
             engine.reset_prefix_cache()
         self.sampled = _packed(requests, [done[request.key] for request in requests])
@@ -102,7 +102,9 @@ class EngineCheck:
         all_reduce(self.sampled, "sum", self.world.host_group)
 
     def compare(self) -> None:
-        """Compare the samples' log p with the policy's, which must still have the same weights. Collective.
+        """Compare the engine's log p of the samples with the policy's log p. Collective.
+
+        The policy must still have the weights that the engine sampled with.
 
         Raises:
             ValueError: log p differs by more than rounding error; raised on every rank.

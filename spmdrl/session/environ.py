@@ -48,7 +48,7 @@ def keep_what_started(done: bool = True) -> None:
 
 
 def torchrun_chose_one_thread() -> bool:
-    """Return True if OMP_NUM_THREADS=1 was set by torchrun, as it does for several ranks, and not by the user."""
+    """Return True if OMP_NUM_THREADS=1 was set by torchrun, which does so for several ranks, and not by the user."""
     if os.environ.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:

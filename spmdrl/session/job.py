@@ -38,34 +38,36 @@ class Job(Generic[C]):
     """Page of the docs that describes this kind of job."""
     settings: type[C]
     check: Callable[..., None]
-    """(settings, number of ranks) -> None. Raises ConfigError, which lists every problem. If the job has a `method`,
-    `check` also takes `here`, which is False if the job is only being planned on this machine."""
+    """Takes the settings and the number of ranks, and raises a ConfigError that lists every problem. If the job has a
+    `method`, `check` also takes `here`, which is False if the job is only being planned on this machine."""
     lines: Callable[[Any, int], list[str]]
-    """(settings, number of ranks) -> lines that show derived sizes, such as tokens per rank. They are printed at
-    startup and by `--dry-run`."""
+    """Takes the settings and the number of ranks, and returns lines that show derived sizes, such as tokens per rank.
+    The lines are printed at startup and by `--dry-run`."""
     build: Callable[..., Any]
-    """(session) or, if the job has a `method`, (session, method) -> the job's `JobRun`. Called once the ranks are
-    connected and the run folder is locked. Collective."""
+    """Takes the session and, if the job has a `method`, the method, and returns the job's `JobRun`. Called once the
+    ranks are connected and the run folder is locked. Collective."""
     train: Callable[[Any], None]
-    """(JobRun) -> None. Runs all steps of the job."""
+    """Takes the `JobRun`, and runs all steps of the job."""
     dry: Callable[["Job[C]", Loaded[C]], None]
-    """(job, loaded settings) -> None. Prints the output of `--dry-run`; raises ValueError if the job cannot start."""
+    """Takes the job and the loaded settings, and prints the output of `--dry-run`. Raises ValueError if the job cannot
+    start."""
     columns: Sequence[str]
     """Metrics shown on the console, in this order. Evaluation metrics are omitted until the first evaluation."""
     phases: Sequence[str]
     """Step phases whose seconds are shown on the console, in this order."""
     reads: Callable[[], tuple[type, ...]] = tuple
-    """() -> settings classes of other kinds of jobs whose config files this kind can read."""
+    """Returns the settings classes of other kinds of jobs whose config files this kind can read."""
     method: Callable[[Any], Any] | None = None
-    """(run) -> the learning method, for jobs that sample (`rl/run.py`). Memory planning (`plan/`) uses it, too."""
+    """For jobs that sample: takes the run, and returns the learning method (`rl/run.py`). Memory planning (`plan/`)
+    also calls this function."""
     begin: Callable[[C], Any] | None = None
-    """For jobs that train on given rows: (settings) -> the tokenizer and the row encoder."""
+    """For jobs that train on given rows: takes the settings, and returns the tokenizer and the row encoder."""
     settle: Callable[["Job[C]", Loaded[C]], Loaded[Any]] = lambda job, loaded: loaded
-    """(job, loaded settings) -> the settings completed from the data, before the ranks connect. Raises ValueError for
-    user errors."""
+    """Takes the job and the loaded settings, and returns the settings completed from the data. Called before the ranks
+    connect. Raises ValueError for user errors."""
     keeps: Callable[[Any], bool] = lambda cfg: True
-    """(settings) -> True if the job has its own run folder, in which it records its settings; False if it only writes a
-    log to another job's folder."""
+    """Takes the settings, and returns True if the job has its own run folder, in which it records its settings. Returns
+    False if the job only writes a log to another job's folder."""
 
     @property
     def prog(self) -> str:

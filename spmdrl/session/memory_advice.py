@@ -30,7 +30,7 @@ def three_flags(
         held: bytes on the rank's device by owner, such as `policy parameters`.
         engine: bytes of the engine's `KV cache` and `engine weights` while it is awake; empty without an engine.
         trained: names of the models that are trained.
-        training: peak bytes of a training phase in addition to the bytes that have an owner, such as activations.
+        training: peak bytes of a training phase that have no owner, such as activations.
         shared: True if the rank both trains and samples.
     """
     on_cpu = kind_of(world.device) == "cpu"

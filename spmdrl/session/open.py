@@ -59,7 +59,7 @@ def open_run(job: Job[Any], loaded: Loaded[Any]) -> Iterator[Any]:
         folder = run_folder(cfg)
         newest = lambda: next(iter(steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
-            # This way, the message for a failure before the call of `watch` also names the last saved step.
+            # If a failure occurs before the call of `watch`, its message then also names the last saved step.
             rank_status.saved = newest
         # Set up the process group first. Otherwise, every rank would report a failure that all of them share.
         world, notes = _connect(cfg)

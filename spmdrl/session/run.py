@@ -26,7 +26,7 @@ C = TypeVar("C", bound=TrainingConfig)
 
 @dataclass(kw_only=True)
 class JobRun(Generic[C]):
-    """The parts of a job that all kinds of jobs share. Subclasses add sampling, evaluation and logging."""
+    """The state and methods that all kinds of jobs share. Subclasses add sampling, evaluation and logging."""
 
     session: Session[C]
     models: Models
@@ -81,7 +81,7 @@ class JobRun(Generic[C]):
         self.checkpoints.step_done(step, self.held())
 
     def held(self) -> dict[str, int]:
-        """Return numbers that `checkpoint` checks to be equal on all ranks after a step."""
+        """Return the numbers that must be equal on all ranks after a step. `checkpoint` checks them."""
         return {"version": self.policy.version}
 
     def leave(self, left: PreemptedError) -> None:
@@ -100,7 +100,7 @@ class JobRun(Generic[C]):
         self.session.finish([shown] if numbers else [])
 
     def measure_last(self, done: int) -> dict[str, float]:
-        """Evaluate the models after `done` steps, log the metrics, and return those for the final lines. Collective."""
+        """Evaluate the models after `done` steps, log the metrics, and return them for the final lines. Collective."""
         raise NotImplementedError
 
     def close(self) -> None:

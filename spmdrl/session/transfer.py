@@ -2,7 +2,7 @@
 
 Trainer and engine may use different layouts ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy lists the
 tensor shards that a rank holds, the engine lists the shards that it needs, and `weights/reshard.py` sends the missing
-ones.
+shards.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ class Transfer:
         """Create the transfer. policy: None on ranks that do not train. engine: None on ranks that do not sample.
 
         dtype: dtype of the engine's weights. bucket_bytes: maximum bucket size in bytes. parts: the parts of a policy
-        that the engine needs. All but the last are sent only if an engine holds no valid weights.
+        that the engine needs. All parts except the last are sent only if an engine holds no valid weights.
         """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
         self.bucket_bytes, self.parts = bucket_bytes, parts
@@ -144,7 +144,7 @@ class Transfer:
         return PushReport(version, needed, sum(p.received_bytes for p in plans), compared)
 
     def _compare(self, routes: list[Route], content: str) -> bool:
-        """Compare the engine's memory with the routes' checksums; return False if the engine cannot compute them.
+        """Compare the engine's memory with the routes' checksums. Returns False if the engine cannot compute checksums.
 
         content: description of the weights, for the message.
 
@@ -159,7 +159,7 @@ class Transfer:
         return held is not None
 
     def load(self, folder: Tensors, version: int) -> int:
-        """Load weights from a folder into this rank's engine, replacing the policy's; return the bytes read.
+        """Replace the policy's weights in this rank's engine with weights from a folder. Returns the bytes read.
 
         Each rank only reads the boxes that its engine needs. Collective over the ranks of the engine.
 

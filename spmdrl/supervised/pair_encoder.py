@@ -19,9 +19,7 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class PairEncoder:
-    """Encodes rows according to the `--data` settings. Each labelled response and each side of a pair is one
-    sequence.
-    """
+    """Encodes rows according to the `--data` settings. Each side of a pair or labelled response is one sequence."""
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
         """Read the settings.

@@ -101,9 +101,7 @@ def write(
 
 
 class _Writer:
-    """Writes sequences to files. Ranks with the same data position hold the same sequences; only the first one
-    writes.
-    """
+    """Writes sequences to files. Of the ranks that hold the same sequences, only the first one writes."""
 
     def __init__(self, folder: Path, world: World):
         self.folder, self.files = folder, dict[str, int]()

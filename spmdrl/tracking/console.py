@@ -34,7 +34,7 @@ LABELS = {
     "calibration/error": "calib",
     "rewards/margin": "margin",
 }
-"""Metric name -> console label; other metrics are labelled with the part of their name before the first `/`."""
+"""Maps metric names to console labels. Other metrics are labelled with the part of their name before the first `/`."""
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -53,9 +53,9 @@ class Console:
     ) -> None:
         """Show a run of `total_steps` steps on a stream, by default stdout.
 
-        kind: `live`, `plain`, or `auto`: live when the stream is a terminal. first_step: number of steps finished
-        before a resume. columns: metrics to show; evaluation metrics appear after the first evaluation. phases: the
-        phases of a step, in order; other phases are shown after them.
+        kind: `live`, `plain`, or `auto` (`live` if the stream is a terminal, otherwise `plain`). first_step: number of
+        steps finished before a resume. columns: metrics to show; evaluation metrics appear after the first evaluation.
+        phases: the phases of a step, in order; other phases are shown after them.
         """
         if kind not in ("auto", "live", "plain"):
             raise ValueError(f"--tracking.console {kind}: must be auto, live or plain")
@@ -215,14 +215,14 @@ def plain_line(
 
 
 def phase_times(metrics: Mapping[str, float], phases: Sequence[str]) -> dict[str, float]:
-    """Return phase -> seconds: first `phases` in their order, then other phases; the step time is omitted."""
+    """Return the seconds of each phase: first `phases` in their order, then other phases. The step time is omitted."""
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     times.pop("step", None)
     return {name: times[name] for name in [*phases, *times] if name in times}
 
 
 def number(value: float | None, name: str = "") -> str:
-    """Format a metric with three significant digits; a rate (`name` ends in `/s`) as a whole number, None as `-`."""
+    """Format a metric with three significant digits. Rates (`name` ends in `/s`) are whole numbers, and None is `-`."""
     if value is None:
         return "-"
     return f"{value:.0f}" if name.endswith("/s") else f"{value:.3g}"
@@ -243,7 +243,7 @@ def sparkline(values: Sequence[float] | deque[float], width: int = 40) -> str:
 
 
 def clean(text: Any, width: int) -> str:
-    """Return model text on one line of at most `width` characters: newlines as ⏎, control characters as ·."""
+    """Return model text on one line of at most `width` characters. Newlines become ⏎, control characters become ·."""
     text = str(text)
     # The text is cut before it is cleaned, because a completion may be long and only its ends are shown.
     if len(text) > width:

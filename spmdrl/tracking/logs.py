@@ -36,7 +36,8 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
     root.addHandler(file)
     warnings_logger.addHandler(file)
     ours.setLevel(logging.INFO)
-    # If these propagated to root, the file would get each line twice, and root may have a library's console handler.
+    # If these loggers propagated to root, the file would get each line twice, and root may have a library's console
+    # handler.
     ours.propagate = warnings_logger.propagate = False
     logging.captureWarnings(True)
     if rank != 0:

@@ -21,9 +21,9 @@ AllReduce = Callable[[torch.Tensor, str], object]
 class Metrics:
     """Weighted means, sums and maxima of named numbers.
 
-    Every rank must add the same names between two calls to `reduce`; a rank without a value adds one with weight 0 (or
-    0 to a sum, -inf to a maximum). Values are floats or 0-d tensors; tensors are read only in `reduce` and `dump`, so
-    adding one does not wait for the device.
+    Every rank must add the same names between two calls to `reduce`. A rank without a value adds any value with weight
+    0 to a mean, 0 to a sum, or -inf to a maximum. Values are floats or 0-d tensors. Tensors are read only in `reduce`
+    and `dump`, so adding a tensor does not wait for the device.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,8 @@ class Metrics:
         _, most, _ = self._entry(name, "max", -math.inf)
         value = _double(value)
         if isinstance(value, torch.Tensor) or isinstance(most, torch.Tensor):
-            # A number is turned into a tensor on the other's device by a fill, since a copy would wait for the device.
+            # A float is turned into a tensor on the other value's device by a fill, because a copy would wait for the
+            # device.
             value, most = (
                 x if isinstance(x, torch.Tensor) else y.new_full((), x)  # type: ignore[union-attr]
                 for x, y in ((value, most), (most, value))
@@ -105,9 +106,10 @@ class Metrics:
     def reduce(self, all_reduce: AllReduce, device: torch.device | str = "cpu") -> dict[str, float]:
         """Return the results over all ranks, sorted by name, and remove all entries. Collective.
 
-        The first all-reduce (max) has a fixed size and holds the maxima and a digest of the names; the second (sum)
-        depends on the names and runs only if the digests agree, so that ranks with different names fail instead of
-        adding unrelated numbers. Means with zero total weight and maxima without values are omitted.
+        The first all-reduce (max) has a fixed size and holds the maxima and a digest of the names. The contents of the
+        second all-reduce (sum) depend on the names, so it runs only if the digests agree. Ranks with different names
+        then fail instead of adding unrelated numbers. Means with zero total weight and maxima without values are
+        omitted.
 
         device: device of the all-reduced tensors. Raises ValueError on every rank if ranks added different names, or
         more than MOST_MAXIMA maxima.
@@ -150,7 +152,7 @@ class Metrics:
 
 
 def _read(numbers: list[float | torch.Tensor]) -> list[float]:
-    """Return numbers as floats; those on a device are read together, with a single wait."""
+    """Return numbers as floats. Tensors on a device are read together, with a single wait."""
     away = [x for x in numbers if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
     read = iter(torch.stack(away).tolist() if away else ())
     return [next(read) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else float(x) for x in numbers]
@@ -167,8 +169,8 @@ def _double(value: float | torch.Tensor) -> float | torch.Tensor:
 class Timer:
     """Seconds spent in named phases: `with timer("rollout"): ...`.
 
-    Phases may nest; the time of an outer phase includes that of inner ones. After an exception `phase` still names the
-    phase that failed, which the last line of a failing rank shows.
+    Phases may nest; the time of an outer phase includes the time of its inner phases. After an exception, `phase` still
+    names the failed phase, and the last line of a failing rank shows it.
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:

@@ -57,8 +57,9 @@ def set_aside(path: Path) -> str:
 class JsonlTracker:
     """Writes one JSON object per step: `{"step": 3, "reward/mean": 0.5, ...}`, with null for nan and infinity.
 
-    Each line is written at once and flushed, so a reader of a running or killed job sees complete steps. Metrics logged
-    for the step of the last line (the evaluation at the end) are added to that line, so that each step has one line.
+    Each line is written at once and flushed, so a reader of a running or killed job sees complete steps. Metrics for
+    the same step as the last line, such as those of the final evaluation, are added to that line, so that each step has
+    one line.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
@@ -96,7 +97,7 @@ class TensorBoardTracker:
     """Writes event files into `<run_dir>/tensorboard`."""
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open an event file that makes TensorBoard drop earlier records from step `resume_step` on.
+        """Open an event file that makes TensorBoard drop earlier records of step `resume_step` and later steps.
 
         Raises ValueError if tensorboard is not installed.
         """
@@ -129,7 +130,7 @@ def wandb_id(run_dir: str | os.PathLike[str]) -> str:
 
 
 def keep_wandb_id(run_dir: str | os.PathLike[str], run_id: str) -> None:
-    """Record the wandb id under which the run in this folder continues."""
+    """Record the wandb id that the run in this folder continues to use."""
     _id_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
     _id_file(run_dir).write_text(run_id)
 
