@@ -1,4 +1,4 @@
-"""Distil a teacher into a student on the student's samples: `torchrun --nproc-per-node 8 -m spmdrl.distill ...`.
+"""Distill a teacher into a student on the student's samples: `torchrun --nproc-per-node 8 -m spmdrl.distill ...`.
 
 The training loop is the one in `train.py` with a different method (`rl/distillation.py`): it uses the teacher's
 log-probabilities of the student's tokens instead of scores, computes no advantages, and moves the student's

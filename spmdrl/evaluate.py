@@ -36,7 +36,7 @@ def evaluate(run) -> None:
 
 def settle(job: Job, loaded: Loaded[EvaluationConfig]) -> Loaded[Any]:
     """Return the settings of a run that only evaluates, or the user's own settings for a dry run."""
-    # Ignore `eval.prompts` from a run folder's config.yaml, which is meant for evaluations during training.
+    # Ignore `eval.prompts` from a run folder's config.yaml, because that value is for evaluations during training.
     prompts = loaded.config.eval.prompts if "eval.prompts" in loaded.given else 0
     config = dataclasses.replace(loaded.config, eval=dataclasses.replace(loaded.config.eval, prompts=prompts))
     return dataclasses.replace(loaded, config=config if loaded.dry_run else as_run(config, prompts))

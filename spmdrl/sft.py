@@ -1,6 +1,6 @@
 """Fine-tune a language model on given dialogues or text: `torchrun --nproc-per-node 8 -m spmdrl.sft --config sft.yaml`.
 
-`train` is the complete algorithm. Every rank runs it; calls that look local can be collectives, in which case their
+`train` is the complete algorithm. Every rank runs this function. Some calls that look local are collectives; their
 docstrings say so. Not shown here are how rows are encoded with a loss mask (`supervised/encoder.py`, `data/turns.py`),
 the order of rows (`data/mixture.py`), the loss (`policy/objectives/likelihood.py`) and how the components are built
 (`supervised/build.py`, `supervised/sft.py`). `preference.py` and `reward_model.py` run the same loop with different

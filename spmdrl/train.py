@@ -1,6 +1,6 @@
 """Train a language model by reinforcement learning: `torchrun --nproc-per-node 8 -m spmdrl.train --config run.yaml`.
 
-`train` is the complete algorithm. Every rank runs it; calls that look local can be collectives, in which case their
+`train` is the complete algorithm. Every rank runs this function. Some calls that look local are collectives; their
 docstrings say so. Not shown here are:
 
 - how the components are built (`session/open.py`, `rl/build.py`),

@@ -33,7 +33,7 @@ being tokenized."""
 
 
 class Agents(Environment):
-    """Runs the environments of one engine's episodes. It exists only on the engine's first rank."""
+    """Runs the environments for one engine's episodes. This class is used only on the engine's first rank."""
 
     remote = True
 

@@ -1,4 +1,4 @@
-"""Distils from a teacher with a different tokenizer, by comparing spans of text.
+"""Distills from a teacher with a different tokenizer, by comparing spans of text.
 
 The teacher reads its own prompt, followed by the student's response re-encoded with the teacher's tokenizer. The loss
 compares text spans that end at a token boundary in both tokenizations (`rl/retokenize.py`,

@@ -26,11 +26,11 @@ SAVED = {
 class ConversationState:
     """Conversation state of an episode. The tokens are stored separately, in the `Episode`.
 
-    Only `rl/agents.py` changes it, on the first rank of an engine. A checkpoint contains the fields in SAVED.
+    Only `rl/agents.py` changes this state, on the first rank of an engine. A checkpoint contains the fields in SAVED.
     """
 
     messages: list[dict] = field(default_factory=list)
-    """Messages up to the last observation. An answer that rewrites the history replaces all of them."""
+    """Messages up to the last observation. An answer that rewrites the history replaces all messages."""
     tools: list[dict] = field(default_factory=list)
     turns: list[AssistantTurn] = field(default_factory=list)
     """The policy's turns that the environment received, in order."""
@@ -47,8 +47,8 @@ class ConversationState:
     first_state: str = ""
     """Digest of the initial state if the environment names states, otherwise empty."""
     env_state: Any = None
-    """JSON value from which the environment resumes an episode that was cut short, or None if it replays the turns
-    instead."""
+    """JSON value that the environment needs to resume an episode that was cut short, or None if the environment replays
+    the turns instead."""
     seconds: float = 0.0
     """Elapsed seconds when the episode was cut short, or 0 if episodes have no time limit."""
 
@@ -61,7 +61,8 @@ class ConversationState:
     request: str = ""
     """The pending request to the environment: `open`, `say`, `score`, or empty."""
     next_request: Callable[[], None] | None = None
-    """Function that sends the next request once the pending one is answered, or None if there is no next request."""
+    """Function that sends the next request once the pending request is answered, or None if there is no next
+    request."""
     reopening: bool = False
     """True if the conversation is being resumed and its environment is not open yet."""
     failure: str = ""
@@ -171,7 +172,7 @@ class ConversationState:
 
     @property
     def name(self) -> str:
-        """Name of the environment; empty if it is not open."""
+        """Name of the environment, or an empty string if no environment is open."""
         return self.opening.name if self.opening else ""
 
 

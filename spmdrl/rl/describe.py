@@ -20,7 +20,7 @@ SINGLE = 2
 
 
 Columns = dict[tuple[int, int], dict[str, float]]
-"""Maps (position, sample) to that sample's columns in samples.jsonl."""
+"""Maps the (position, sample) of a sample to its columns in samples.jsonl."""
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:

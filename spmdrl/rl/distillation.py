@@ -109,7 +109,7 @@ class Distillation(PolicyGradient):
         return tokens[: self.cfg.rollout.max_new_tokens]
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Add the teachers' columns to a batch. Collective over the ranks that train and those that score."""
+        """Add the teachers' columns to a batch. Collective over the ranks that train or score."""
         return batch, self.answer(batch)
 
     def answer(self, batch: Batch) -> Metrics:

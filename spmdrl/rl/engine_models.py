@@ -21,7 +21,8 @@ UNSEEN = frozenset(
         *("attention_dropout", "max_window_layers", "quantization_config", "id2label", "label2id"),
     }
 )
-"""Keys of config.json that may differ from the policy's, because they do not affect the engine's forward pass."""
+"""Keys of config.json that may differ between a model and the policy, because they do not affect the engine's forward
+pass."""
 
 
 class EngineModels:

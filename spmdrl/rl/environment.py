@@ -57,7 +57,7 @@ class Environment:
     turn_tokens = 0
     """Maximum number of tokens per response, or 0 if only the complete episode has a limit."""
     most_open = 0
-    """Maximum number of open episodes, or 0 for no limit. A single group of samples may exceed it."""
+    """Maximum number of open episodes, or 0 for no limit. A single group of samples may exceed this limit."""
     remote = False
     """True if other processes answer. Answers are then asynchronous, and only the engine's first rank gets them."""
 
@@ -88,7 +88,7 @@ class Environment:
         self.ready.append((place_of(episode), seen))
 
     def poll(self, wait: float = 0.0) -> list[tuple[Place, Observation]]:
-        """Return the observations that have arrived. Wait up to `wait` seconds for the first one if any are pending."""
+        """Return the observations that have arrived. Wait up to `wait` seconds for the first if any are pending."""
         ready, self.ready = self.ready, []
         return ready
 
@@ -125,7 +125,7 @@ class OnFirstRank(Environment):
 def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Place, Observation]]:
     """Broadcast the observations from the engine's first rank to all ranks of the engine, and return them. Collective.
 
-    Tokens are broadcast as a tensor; rewards, reward parts and failure messages as text.
+    Tokens are broadcast as a tensor. Rewards, reward parts and failure messages are broadcast as text.
     """
     group, device = world.engine_group, world.device
     facts = [(place, len(each.tokens), vars(each) | {"tokens": []}) for place, each in seen]

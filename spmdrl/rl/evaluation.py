@@ -117,7 +117,7 @@ class Evaluation:
             self.rows = json.loads(texts[self.world.roles.samplers[0]])
 
     def take_rows(self, step: int) -> list[dict]:
-        """Return the rows for samples.jsonl and clear them; only the first rank has any.
+        """Return and clear the rows for samples.jsonl. Only the first rank has rows.
 
         step: step of the evaluation (1-based).
         """
@@ -147,8 +147,8 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     """Return the metrics, this rank's episodes, and the number of completed samples on all ranks.
 
     The metrics are `eval/accuracy` (fraction of correct samples), `eval/score` (mean reward), `eval/pass@k`, and
-    `eval/turns` with an environment. They exclude samples that could not be graded. Collective over the ranks that
-    sample.
+    `eval/turns` with an environment. The metrics exclude samples that could not be graded. Collective over the ranks
+    that sample.
 
     Raises:
         AbandonedError: the rollout was interrupted and `plan.keeps_graded` is False. Every sampling rank raises it.

@@ -50,7 +50,7 @@ class Filling:
         """Positions of the prompts kept on all ranks."""
         self.unbegun = self.rounds = self.version = 0
         self.why = ""
-        """First reason why an environment made this rank drop an episode; empty if none did."""
+        """First reason why an environment made this rank drop an episode, or an empty string."""
 
     @property
     def most_rounds(self) -> int:
@@ -149,7 +149,7 @@ class Filling:
         self._check(ungraded, len(reward_N), "a step")
         stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
-            # The mean is over all graded samples, including dropped ones. Sort the rewards, because summing them in
+            # The mean is over all graded samples, including dropped samples. Sort the rewards, because summing them in
             # order of arrival would make the rounding nondeterministic.
             reward_N = reward_N[~reward_N.isnan()].sort().values
             stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))

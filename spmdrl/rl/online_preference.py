@@ -26,8 +26,7 @@ from spmdrl.rl.update import refresh_reference
 from spmdrl.tracking.metrics import Metrics
 
 ROUNDING = 1e-6
-"""Relative margin by which a reward difference must exceed `--preference.gap`, so that rounding errors alone never make
-two samples a pair."""
+"""Relative margin added to `--preference.gap`, so that rounding errors alone never turn two samples into a pair."""
 
 
 class OnlinePreference(PolicyGradient):
@@ -53,7 +52,7 @@ class OnlinePreference(PolicyGradient):
             )
         batch.seq["unit"] = batch.seq["position"]
         if not self.cfg.reward.model:
-            # Models process only the chosen samples, so balancing counts the others as almost no work.
+            # Models process only the chosen samples, so balancing counts the other samples as almost no work.
             learnt_B = torch.zeros(len(batch), dtype=torch.bool)
             learnt_B[self.extremes(batch, batch.seq["reward"])] = True
             batch.seq["work"] = torch.where(learnt_B, batch.seq["work"], 1)
@@ -87,9 +86,9 @@ class OnlinePreference(PolicyGradient):
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Return the samples to learn from, with the reference's logp if the run has a reference.
 
-        The two samples of a pair are adjacent, the better one first.
+        The two samples of a pair are adjacent, with the better sample first.
 
-        Collective over the ranks that train and those that score.
+        Collective over the ranks that train or score.
 
         Raises:
             ValueError: a model gave a number that is not finite; the message names model, prompt and sample.

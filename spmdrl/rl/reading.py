@@ -27,7 +27,7 @@ from spmdrl.rl.retokenize import Rewriter
 
 @dataclass
 class Scores:
-    """Reward-model scores for the responses of a batch, all float64; 0 for sequences without sampled tokens."""
+    """Reward-model scores for a batch's responses, all float64. Sequences without sampled tokens have score 0."""
 
     response_B: torch.Tensor
     """The score that enters the reward."""
@@ -46,8 +46,8 @@ class Scores:
 class AtLast:
     """Reads the score at the last sampled token, or the mean score if the model gives several scores per token.
 
-    It is used if `--reward.model` is a model path rather than a YAML file, for cost models, and by memory planning
-    (`spmdrl.plan`).
+    This class is used if `--reward.model` is a model path rather than a YAML file, for cost models, and by memory
+    planning (`spmdrl.plan`).
     """
 
     prefix: str = "the reward model"
@@ -88,13 +88,13 @@ class Reading:
     tokenizer: Any
     """The policy's tokenizer."""
     rewriter: Rewriter | None
-    """Converts responses to the reward model's tokens, or None if it reads the policy's tokens."""
+    """Converts responses to the reward model's tokens, or None if the model reads the policy's tokens."""
     prompts: dict[int, Prompt]
     """Prompts by index, used only if the reward model does not read the policy's tokens."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the model's scores; each score becomes a reward part of that name."""
+        """Names of the model's scores; each score becomes a reward part with that name."""
         return self.labels.names
 
     def of(self, prompts: PromptSet) -> "Reading":
@@ -259,7 +259,7 @@ def check_length(batch: Batch, most: int, prefix: str) -> None:
     most: maximum length in tokens, or 0 to skip the check. prefix: start of the error message.
 
     Raises:
-        ValueError: a sequence is too long; the message names the longest.
+        ValueError: a sequence is too long; the message names the longest sequence.
     """
     if most and len(batch) and int(batch.lengths.max()) > most:
         at = int(batch.lengths.argmax())

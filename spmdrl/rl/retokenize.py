@@ -153,7 +153,8 @@ class UnreadableError(Exception):
 
 
 def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -> tuple[str, list[int]]:
-    """Decode tokens; return the text and the character offset where each token ends (or CUT). before: earlier tokens.
+    """Decode tokens, and return the text and the character offset where each token ends (or CUT). before: earlier
+    tokens.
 
     Raises:
         UnreadableError: the text of some tokens depends on other tokens.

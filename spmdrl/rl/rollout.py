@@ -105,7 +105,7 @@ class Rollout:
                     self.begin(group, episode)
             self.observe()
             self.catch_up()
-            # If all episodes that were just started have already failed, start more.
+            # If all episodes that were just started have already failed, start more groups.
             taken = [] if self.running + self.due else self.take()
         return self.running + self.due > 0
 
@@ -200,7 +200,7 @@ class Rollout:
             self.grading.ended(group, episode)
 
     def cut_short(self, keep: bool) -> None:
-        """Abort unfinished episodes and keep their tokens. keep: True if a later step resumes them."""
+        """Abort unfinished episodes and keep their tokens. keep: True if a later step resumes the episodes."""
         unfinished = [e for g in self.groups.values() for e in g.open]
         for episode in (e for g in self.groups.values() if not g.done for e in g.episodes):
             # Finished episodes of an unfinished group are graded later, together with the rest of the group.

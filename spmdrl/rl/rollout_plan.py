@@ -76,7 +76,8 @@ class Experience:
     counts: dict[str, float] = field(default_factory=dict)
     """Environment counters on this rank (`environment.COUNTS`)."""
     abandoned: bool = False
-    """True if the rollout was abandoned. Its episodes are then used only if `RolloutPlan.keeps_graded` is set."""
+    """True if the rollout was abandoned. The rollout's episodes are then used only if `RolloutPlan.keeps_graded` is
+    set."""
 
 
 @dataclass
@@ -123,8 +124,8 @@ class RolloutPlan:
     must_end: int = -1
     """Groups whose prompts were drawn in this step or earlier are completed regardless of `enough`. -1 for none."""
     may_end: Callable[[], bool] | None = None
-    """Callback that is called between engine steps and while rewards are pending; the rollout is abandoned if it
-    returns True."""
+    """Callback that is called between engine steps and while rewards are pending. If the callback returns True, the
+    rollout is abandoned."""
     keeps_graded: bool = False
     """True if an abandoned rollout still returns the groups that were graded before it was abandoned."""
 
@@ -134,7 +135,7 @@ class RolloutPlan:
         return self.samples + self.greedy
 
     def group(self, place: int) -> PromptGroup:
-        """Return a new group, with episodes that have not started, for the prompt at index `place` in `prompts`."""
+        """Return a new group of unstarted episodes for the prompt at index `place` in `prompts`."""
         prompt, position = self.prompts[place], self.first_position + place
         episodes = [Episode(prompt.index, sample, position, []) for sample in range(self.requests_per_prompt)]
         return PromptGroup(position, prompt, self.key[-1], episodes)
@@ -154,7 +155,7 @@ class RolloutPlan:
         return min(room, self.turn_tokens - len(episode.response)) if self.turn_tokens else room
 
     def request(self, group: PromptGroup, sample: int) -> Request:
-        """Return the request for the next tokens of a sample. Its seed depends only on data, not on the engine."""
+        """Return the request for a sample's next tokens. The request's seed depends only on data, not on the engine."""
         episode = group.episodes[sample]
         return Request(
             key=request_key(episode),

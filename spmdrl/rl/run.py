@@ -61,7 +61,7 @@ class Run(JobRun[Config]):
 
     @property
     def peers(self) -> Peers:
-        """The run's data positions, over which metrics and losses are summed."""
+        """The run's data positions. Metrics and losses are summed over them."""
         return self.world.data_peers
 
     @cached_property
@@ -276,7 +276,7 @@ class PolicyGradient:
             )
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Score a batch; return the batch to train on, and metrics. Collective over the ranks that train.
+        """Score a batch, and return the batch to train on and metrics. Collective over the ranks that train.
 
         Raises:
             ValueError: a model output is not finite; the message names model, prompt and sample.

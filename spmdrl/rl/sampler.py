@@ -36,15 +36,15 @@ class Sampler:
     grader: Grader
     tokenizer: object
     start_step: int = 0
-    """First step since the job was last started. It keeps rollout names unique across restarts."""
+    """First step since the job was last started. This number keeps rollout names unique across restarts."""
     keep: Callable | None = None
-    """Filter of `algos/filters.py`."""
+    """Filter from `algos/filters.py`, or None."""
     greedy: bool = False
     """True to also sample a greedy response to every prompt."""
     environment: Environment | None = None
     """Environment of the episodes, or None for single-turn episodes."""
     judges: EngineJudges | None = None
-    """Judges that run on the engine, or None. They make every rollout collective over the ranks that sample."""
+    """Judges that run on the engine, or None. Such judges make every rollout collective over the ranks that sample."""
     step: int = 0
     """The next step to sample (0-based)."""
     draws: int = 0
@@ -138,7 +138,7 @@ class Sampler:
         Raises:
             AbandonedError: the rollout was interrupted and `plan.keeps_graded` is False. Every rank that samples raises
                 it.
-            StaleEngineError: the engine's weights are not those of `plan.version`.
+            StaleEngineError: the engine's weights do not have the version `plan.version`.
             RewardError: a grading failed.
             ValueError: the engine returned a logp that is not finite, and `plan.bad_sample` is `stop`.
         """

@@ -81,9 +81,9 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
 
 
 def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> None:
-    """Run the frozen models on a rank that does not train, in the same order as `score` on the other ranks.
+    """Run the frozen models on a rank that does not train, in the order in which `score` runs them on other ranks.
 
-    Collective with the ranks that run `score`. batch: an empty batch with the same columns as on those ranks.
+    Collective with the ranks that run `score`. batch: an empty batch with the same columns as on the other ranks.
     """
     for judge in (models.reward_model, models.cost_model):
         if judge:

@@ -7,8 +7,8 @@ generators matter only if a user-defined loss or reward draws from them. Each ra
 values and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks has
 changed, `dealt` redistributes the saved groups, and generator states are not restored.
 
-Old checkpoints, whose episodes have no segments, can still be read. They store responses as columns, under `parts` in a
-group and `trajectories` in a step.
+Old checkpoints, whose episodes have no segments, can still be read. Old checkpoints store responses as columns, under
+`parts` in a group and `trajectories` in a step.
 """
 
 from collections import deque
@@ -174,8 +174,8 @@ class RankState:
             parts = [experience(tree) for tree in same_step]
             episodes = [e for part in parts for e in part.episodes]
             kept = set(sorted({e.position for e in episodes})[share::shares])
-            # `Run._count` sums bad samples over ranks, so a single rank gets them all. `drawn` and metrics were equal
-            # on all ranks.
+            # `Run._count` sums bad samples over ranks, so a single rank gets the whole count. `drawn` and metrics were
+            # equal on all ranks.
             bad = sum(part.bad_samples for part in parts) if leads and not share else 0
             mine = [e for e in episodes if leads and e.position in kept]
             ready.append(Experience(mine, parts[0].drawn, [], bad, parts[0].stats))

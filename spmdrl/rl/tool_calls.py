@@ -1,8 +1,8 @@
 """Determines the policy's tool-call format, checks that the chat template supports tools, and parses an episode's tool
 calls.
 
-`CallReader` reads calls for samples.jsonl without the tools' schemas. In formats that write arguments as plain text
-(`qwen3_coder`, `glm`) it therefore returns arguments that are not JSON as text.
+`CallReader` reads calls for samples.jsonl without the tools' schemas. Some formats write arguments as plain text
+(`qwen3_coder`, `glm`). For these formats, arguments that are not JSON are returned as text.
 """
 
 from collections.abc import Collection
@@ -34,7 +34,8 @@ class CallReader:
     ends: Collection[int]
     """Tokens that end a turn."""
     turn_tokens: int
-    """Maximum tokens per turn, or 0 for no limit. A turn that reaches it is sent to the environment unfinished."""
+    """Maximum tokens per turn, or 0 for no limit. A turn that reaches the limit is sent to the environment
+    unfinished."""
 
     def of(self, episode: Episode) -> dict[int, Calls]:
         """Return the tool calls of all turns that have calls, by the index of the turn's last sampled segment."""

@@ -39,7 +39,7 @@ class RankKept(Protocol):
         ...
 
     def restore(self, files: list[Path]) -> str:
-        """Restore from files saved by any number of ranks; return a note about lost state, or "" if none is lost."""
+        """Restore from files saved by any number of ranks. Returns a note about lost state, if any, or ""."""
         ...
 
 
@@ -135,7 +135,7 @@ class Checkpoints:
 
         Raises:
             LockstepError: the numbers differ between ranks.
-            PreemptedError: the job is being preempted; raised on every rank after the step.
+            PreemptedError: the job is being preempted. Every rank raises it after the step.
         """
         cfg, done = self.session.cfg, step + 1
         with self.session.timer("agree"):
@@ -166,7 +166,7 @@ class Checkpoints:
         with self.session.timer("checkpoint"):
             with self.session.timer("checkpoint_wait"):
                 self.saver.finish()
-            # The state is written by rank 0, which always has a policy. Ranks that only sample have none.
+            # The state is written by rank 0, which always has a policy. Ranks that only sample have no policy.
             policy = self.models.policy
             state = policy and {
                 "step": done,

@@ -1,7 +1,7 @@
 """Compares engine and trainer log p before a job's first update, and rejects an engine that differs.
 
-Responses to a few prompts of different lengths are sampled in one batch, with staggered starts and ends. This reveals
-state that leaks between rows of a batch, and wrong attention windows. All ranks of an engine sample the same tokens.
+Responses to a few prompts of different lengths are sampled in one batch, with staggered starts and ends. This batch
+reveals state that leaks between rows, and wrong attention windows. All ranks of an engine sample the same tokens.
 """
 
 import logging
@@ -107,7 +107,7 @@ class EngineCheck:
         The policy must still have the weights that the engine sampled with.
 
         Raises:
-            ValueError: log p differs by more than rounding error; raised on every rank.
+            ValueError: log p differs by more than rounding error. Every rank raises it.
         """
         if not len(self.sampled):
             return

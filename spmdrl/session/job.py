@@ -92,7 +92,7 @@ def job_of(cfg: Any) -> Job[Any]:
 
 
 def jobs() -> dict[str, Job[Any]]:
-    """Return all kinds of jobs by module name. They come from the modules next to `train.py` that define `JOB`."""
+    """Return all kinds of jobs by module name. Jobs come from the modules next to `train.py` that define `JOB`."""
     names = [f"spmdrl.{each.name}" for each in pkgutil.iter_modules(spmdrl.__path__) if not each.ispkg]
     found = {name: getattr(import_module(name), "JOB", None) for name in names}
     return {name: job for name, job in found.items() if job is not None}

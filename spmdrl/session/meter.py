@@ -30,7 +30,7 @@ class Meter:
             now = psutil.Process().memory_info().rss
             return now, now
         now, peak = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
-        # Writing 5 resets the peak (VmHWM). If that is not permitted, the peak since process start is returned.
+        # Writing 5 resets the peak (VmHWM). If writing is not permitted, the peak since process start is returned.
         with suppress(OSError), open("/proc/self/clear_refs", "w") as f:
             f.write("5")
         return now, max(now, peak)
@@ -39,7 +39,7 @@ class Meter:
         """Measure a GPU. The peak is the memory in use at the last call plus the growth of torch's peak since then.
 
         vLLM's sleep mode unmaps memory that torch still counts as allocated, so torch's absolute numbers are too large.
-        Their growth since the last call is correct, because sleeping and waking do not change them.
+        The growth of these numbers since the last call is correct, because sleeping and waking do not change them.
         """
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)

@@ -19,7 +19,7 @@ from spmdrl.supervised.rows import Placed, pack
 
 
 class PairEncoder:
-    """Encodes rows according to the `--data` settings. Each side of a pair or labelled response is one sequence."""
+    """Encodes rows according to the `--data` settings. Each sequence is one side of a pair or one labelled response."""
 
     def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
         """Read the settings.

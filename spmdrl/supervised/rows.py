@@ -115,7 +115,7 @@ class Precomputed(Protocol):
         ...
 
     def attach(self, key: Any, sequences: list[Masked]) -> None:
-        """Add a row's values to its sequences as columns. Raises ValueError if the row has none.
+        """Add a row's values to its sequences as columns. Raises ValueError if the row has no values.
 
         key: (name of the row's source, index of the row in that source).
         """

@@ -36,7 +36,7 @@ class SupervisedRun(JobRun[SupervisedConfig]):
     measured: Objective | None = None
     """Loss used for evaluations, or None for the training loss."""
     add_frozen: Callable[[Batch], None] | None = None
-    """Adds the columns that the objective needs from a frozen model to a batch, or None if there is no frozen model."""
+    """Adds a frozen model's columns to a batch for the objective, or None if there is no frozen model."""
     moves: FixedModelConfig | None = None
     """Settings for updating the reference from the policy, or None if the reference never changes."""
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)

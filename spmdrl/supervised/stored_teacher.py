@@ -154,7 +154,7 @@ class StoredTeacher:
     def _columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a sequence's ids [L, K], logp [L, K] and log of the total probability of all other tokens [L].
 
-        All are 0 where the mask is False.
+        All values are 0 where the mask is False.
         """
         names = (*NEEDED, "rest") if "rest" in self.stored.names else NEEDED
         ids_LK, logp_LK, *rest = self.stored.columns(tokens_L, mask_L, names)

@@ -95,7 +95,7 @@ class Console:
             self.close()
             plain = self._breakpointhook is sys.__breakpointhook__
             if plain and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace"):
-                # By default pdb would stop in this function, so it gets the frame of the user's breakpoint.
+                # By default, pdb would stop in this function, so pass it the frame of the user's breakpoint.
                 return pdb.Pdb().set_trace(sys._getframe(1))
             return self._breakpointhook(*args, **kwargs)
 

@@ -37,7 +37,7 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
     if not kept:
         set_aside(path)
         return kept
-    # The file is replaced by a rename, so that a kill leaves either the old or the new file, never a partial one.
+    # The file is replaced by a rename, so that a kill leaves either the old or the new file, never a partial file.
     part = Path(f"{path}.part")
     part.write_text("".join(kept), encoding="utf-8")
     os.replace(part, path)
