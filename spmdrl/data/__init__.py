@@ -9,6 +9,8 @@ prompt_columns.py inserts row columns into the prompt, and leaves other columns 
 dialogues.py      reads supervised rows as dialogues or text
 preferences.py    reads preference rows as pairs or labelled responses
 steps.py          splits responses into steps, and reads rows of labelled steps
+images.py         finds the images and videos of a row, and their places in its messages
+image_files.py    decodes images and video frames, and names images by their content
 row_columns.py    reads a row's additional columns, and lists unread columns
 chat.py           chooses the chat template, and renders and tokenizes a prompt
 rendering.py      renders dialogues with a chat template
