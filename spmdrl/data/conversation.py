@@ -118,8 +118,8 @@ class Conversation:
         """Return the tokens of the first prompt, which end with the generation prompt.
 
         messages: all messages so far; the policy answers the last one. tools: OpenAI function schemas. With tools, this
-        method checks that the prompt shows each of them and that the conversation can continue after a call. hidden:
-        True if the template may omit the tools.
+        method checks that the prompt shows each tool and that the conversation can continue after a call. hidden: True
+        if the template may omit the tools.
 
         Raises ValueError if there are no messages, if the last one is an assistant message, or if the template rejects
         the messages, omits a tool or a non-assistant message, or cannot continue after a call.
@@ -145,15 +145,15 @@ class Conversation:
 
         messages: all messages before the turn. assistant: the turn as a message, `{"role": "assistant", "content"}`
         with `tool_calls` and `reasoning_content` if it has any; history "keep" reads only the names and ids of the tool
-        calls. tokens: the turn's sampled tokens. ended: True if the last of them ends the turn. new: the tool, user or
-        system messages that follow.
+        calls. tokens: the turn's sampled tokens. ended: True if the last sampled token ends the turn. new: the tool,
+        user or system messages that follow.
 
-        If the turn ended with a different token than the template's, the context continues after that token. If the
-        turn did not end, the missing end is appended as observed tokens. If the template rejects the turn as a message,
-        `Next.fork` is None.
+        If the turn ended with a token other than the template's end token, the context continues after that token. If
+        the turn did not end, the missing end is appended as observed tokens. If the template rejects the turn as a
+        message, `Next.fork` is None.
 
         Raises ValueError if there are no new messages, if the last one is an assistant message, or if the template
-        rejects them or does not show them after the turn.
+        rejects the new messages or does not show them after the turn.
         """
         if not new or new[-1]["role"] == "assistant":
             raise ValueError("a turn must be followed by messages, and the last one must not be an assistant's")

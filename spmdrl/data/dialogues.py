@@ -106,8 +106,10 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
 def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     """Return a column's value; `outer.inner` refers to a key in a column.
 
-    name: the column; if empty, the first of the `usual` columns that the row has, or None if it has none. Raises
-    RowError if the row has no column of that name, or the column has no value.
+    name: the column to read. If the name is empty, the first column in `usual` that the row has is read, and the result
+    is None if the row has none of these columns.
+
+    Raises RowError if the row has no column of that name, or the column has no value.
     """
     if not name:
         return next((row[each] for each in usual if each in row), None)

@@ -85,7 +85,7 @@ class Episode:
         return index - 1 if after == PREVIOUS else max(after, -1)
 
     def path_to(self, index: int) -> list[int]:
-        """Return the segment indices on the path from a root to segment `index`; empty for -1."""
+        """Return the segment indices on the path from a root to segment `index`, or an empty list for -1."""
         path = []
         while index >= 0:
             path.append(index)

@@ -108,7 +108,7 @@ def all_experts(episode: Episode, width: int) -> torch.Tensor:
 
 
 def parents(episode: Episode) -> list[int]:
-    """Return, for each turn of an episode, the index of the turn that it follows, or -1 if there is none."""
+    """Return the index of the turn that each turn of an episode follows, or -1 if there is none."""
     out = [BY_PATH] * episode.turns
     for i, s in enumerate(episode.segments):
         if out[s.turn] == BY_PATH:
@@ -149,7 +149,7 @@ def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
 def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: torch.Tensor, version: torch.Tensor):
     """Add a path, given as columns [L], to an episode that already contains all earlier paths."""
     earlier = [(path, episode.along(lambda s: s.tokens, path)) for path in episode.paths()]
-    # A later path never contains an earlier one completely, so the earlier one's last token is not shared.
+    # A later path never contains a complete earlier path, so the last token of the earlier path is not shared.
     alike = [(min(shared_length(x, tokens), len(x) - 1), path) for path, x in earlier]
     shared, path = max(alike, key=lambda pair: pair[0])
     # Tokens sampled on this path are not shared with an earlier path, even if they are equal.

@@ -47,7 +47,7 @@ class Preference:
     sides: dict[int, Example] = field(default_factory=dict)
     """Maps CHOSEN and REJECTED to the examples on these sides; a labelled response has only one side."""
     margin: float | None = None
-    """Margin by which the chosen side is better, or None if the row has none."""
+    """Margin in favor of the chosen side, or None if the row has none."""
 
 
 def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:

@@ -48,7 +48,7 @@ class Prompt:
     extra: dict
     """verl's extra_info, or the row's other columns (JSON-able)."""
     text: str
-    """The text that the model sees, for logs; if an environment starts the episode, the row's prompt text."""
+    """Text for logs: the text that the model sees, or the row's prompt text if an environment starts the episode."""
     content: str | list = ""
     """The prompt before the chat template: text, or chat messages (JSON-able)."""
     reply: str = ""

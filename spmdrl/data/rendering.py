@@ -39,7 +39,7 @@ class Dialogue:
     more: dict[str, Any] = field(default_factory=dict)
 
     def upto(self, count: int) -> "Dialogue":
-        """Return the dialogue of the first `count` messages."""
+        """Return a dialogue with only the first `count` messages."""
         return Dialogue(self.messages[:count], self.tools, self.more)
 
     def then(self, message: dict) -> "Dialogue":

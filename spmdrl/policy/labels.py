@@ -15,7 +15,7 @@ from spmdrl.weights.folder import Tensors
 ALONE = "model"
 """Default name of the score of a single-label model, if the model config does not name it."""
 STEPS = "steps"
-"""Name under which metrics and samples report the number of steps; step-scoring models must not use it as a label."""
+"""Name that metrics and samples use for the number of steps; step-scoring models must not use it as a label."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
 SEVERAL = "several labels need weights from a file: use --reward.model rm.yaml with a path in it (docs/rewards.md)"
 ONE = "only one is supported: use a classifier with one label"

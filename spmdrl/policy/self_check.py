@@ -66,8 +66,7 @@ def choose_form(policy: Any, role: str, name: str, say: Callable[[str], None]) -
 def run_apart(policy: Any, name: str, expected: Sequences, packed: str) -> None:
     """Switch a model to one sequence per forward pass, with the fastest correct attention in transformers. Collective.
 
-    name: prefix of messages. expected: the results of plain transformers. packed: explanation why packed sequences are
-    wrong.
+    name: prefix of messages. expected: the results of plain transformers. packed: why packed sequences are wrong.
 
     Raises:
         ValueError: this form is wrong too, or a setting requires packed sequences.

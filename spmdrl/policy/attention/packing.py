@@ -2,7 +2,7 @@
 
 A packed batch has several layouts, each computed on first use: concatenated sequences without padding for the kernels
 in `varlen.py`, padded batches of sequences of similar length for all other attention (`packed.py`), and rows for
-recurrent layers (`mixers/layers.py`). They are computed in host memory and cached there for later passes.
+recurrent layers (`mixers/layers.py`). All layouts are computed in host memory and cached there for later passes.
 """
 
 from collections.abc import Callable, Hashable, Iterator

@@ -78,7 +78,7 @@ def make_packs(batches: list[Batch], layout: Layout, cp_rank: int, before: bool)
 
 
 def make_pack(batch: Batch, layout: Layout, cp_rank: int, before: bool, size: int = 0) -> Pack:
-    """Return this rank's part of a packed batch, which is all of it without context parallelism.
+    """Return this rank's part of a packed batch, or the whole batch without context parallelism.
 
     Sequences are padded on the right, where causal attention hides the padding. before: True if the head reads the
     hidden state that predicts a token instead of the hidden state at the token. size: total number of tokens to pad to
@@ -97,7 +97,7 @@ def make_pack(batch: Batch, layout: Layout, cp_rank: int, before: bool, size: in
     mine = rows_of(padded, layout.cp, cp_rank)
     rows_S = torch.cat(rows)[mine]
     tokens_S = torch.where(rows_S >= 0, tokens_T[rows_S.clamp(min=0)], 0)
-    # of_S maps each state to a token: the next one, which the state predicts, or the token at the state.
+    # of_S maps each state to a token: the next token, which the state predicts, or the token at the state.
     of_S = torch.where(rows_S < 0, -1, rows_S + int(before))
     inside = (of_S >= 0) & (of_S < len(mask_T))
     at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()

@@ -50,7 +50,7 @@ class Held:
 
 
 def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
-    """Return this rank's slots, by model chunk; every call returns the same names in the same order.
+    """Return this rank's slots, chunk by chunk; every call returns the same names in the same order.
 
     models: the result of `model.build`, possibly in wrappers with a `.module`. of: function that maps a parameter or
     buffer to the tensor to view. This tensor has the same shape; it is the parameter itself or its gradient (`lambda p:

@@ -2,9 +2,9 @@
 
 Megatron calls torch functions for CUDA devices, streams and RNG states. This module replaces the global name `torch` in
 every loaded Megatron module with a substitute that uses the CPU in these functions and forwards all other names to
-torch. torch itself is not modified, because other libraries in the process need it. This does not change results,
-because stream operations have no effect on them. A few Megatron functions that need a GPU or are slow on CPU are
-replaced, too. If ranks use GPUs, this module does nothing.
+torch. torch itself is not modified, because other libraries in the process need it. The substitute does not change
+results, because stream operations have no effect on them. A few Megatron functions that need a GPU or are slow on CPU
+are replaced, too. If ranks use GPUs, this module does nothing.
 """
 
 import contextlib

@@ -71,7 +71,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @property
     def sub_optimizers(self) -> list[torch.optim.AdamW]:
-        """The optimizers whose states contain step counts, which Megatron reads."""
+        """The optimizers with the step counts that Megatron reads."""
         return [self]
 
     def _all(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:

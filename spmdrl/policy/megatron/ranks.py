@@ -103,7 +103,7 @@ def over(ranks: dist.ProcessGroup | None) -> range:
 
 @contextmanager
 def making_groups(place: range) -> Iterator[None]:
-    """Let Megatron create its process groups over these ranks without involving other ranks, inside this context.
+    """Inside this context, let Megatron create its process groups over these ranks without involving other ranks.
 
     torch would split each group off the default communicator. Each split involves all ranks of the job, and on hundreds
     of GPUs there are thousands of splits. Creating a gloo group also involves ranks outside of the group. Inside this

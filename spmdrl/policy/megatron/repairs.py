@@ -43,7 +43,7 @@ class OneCopy(TorchFunctionMode):
     """Saves memory in the constructor of Megatron's optimizer: `clone` is a no-op for bfloat16 tensors.
 
     The constructor creates float32 weights with `.clone().float()`, where the clone is redundant, because `float`
-    copies too. It does not clone bfloat16 tensors for any other purpose.
+    copies too. The constructor does not clone bfloat16 tensors for any other purpose.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -1,8 +1,8 @@
 """Routes tokens to experts in a Megatron policy, with routing replay, a load-balancing loss and balancing biases.
 
 A packed micro-batch (`attention.Pack`) carries the information for its routers (`attention.Params.routing`). A router
-receives it whenever the forward pass of its layer starts, so it always matches the micro-batch, even when activation
-checkpointing recomputes the layer.
+receives this information whenever the forward pass of its layer starts, so the information always matches the
+micro-batch, even when activation checkpointing recomputes the layer.
 
 The loss is the load-balancing loss of https://arxiv.org/abs/2101.03961, computed per sequence as in DeepSeek-V3
 (https://arxiv.org/abs/2412.19437, eq. 17 to 20). Sequences are never split over micro-batches or data-parallel ranks,
@@ -119,7 +119,7 @@ class Router(TopKRouter):
     def _loss(self, logits_SE: torch.Tensor, now: Routing) -> torch.Tensor:
         """Return this rank's part of the sum of length * E * sum(f * P) over sequences. Collective over tp and cp.
 
-        For each expert, f is its fraction of the sequence's routing choices, and P its mean probability.
+        For each expert, f is the expert's fraction of the sequence's routing choices, and P is its mean probability.
         """
         chosen, scores = compute_routing_scores_for_aux_loss(logits_SE, self.topk, self.score_function)
         sums = [

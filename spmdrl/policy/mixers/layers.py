@@ -93,7 +93,7 @@ def _plan(packing: Packing, hand: bool) -> Rows:
         spans.append([own[node]] if takes or parent < 0 else [*spans[parent], own[node]])
         source.append(parent if takes else source[parent] if parent >= 0 else -1)
         depth.append(depth[source[node]] + 1 if source[node] >= 0 else 0)
-        # A single-token row passes no state on, because transformers treats a single token after a state as a
+        # A single-token row does not pass its state on, because transformers treats a single token after a state as a
         # generation step.
         handing.append(hand and node in followed and sum(n for _, n in spans[node]) > 1)
     classes: list[RowClass] = []

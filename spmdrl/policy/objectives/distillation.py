@@ -125,7 +125,7 @@ class DistillObjective(TokenObjective):
         in_use = torch.unique(share_BK > 0, dim=0).tolist()
 
         def groups(rows_n: torch.Tensor) -> list[tuple[list[bool], Any]]:
-            """Group rows by their teachers with nonzero weight; return teacher flags and row indices of each group."""
+            """Group rows by which teachers have nonzero weight; return each group's teacher flags and row indices."""
             if len(in_use) == 1:
                 return [(in_use[0], slice(None))]
             # Finding several groups synchronises with the device.

@@ -151,7 +151,7 @@ def _add_calibration(
 
 
 def report(values: dict[str, float]) -> dict[str, float]:
-    """Return metrics in which sums are replaced by the metrics computed from them; names may start with `eval/`.
+    """Return the metrics, with sums replaced by the values computed from them. Names may start with `eval/`.
 
     `calibration/error` is the expected calibration error of the probability that the higher score wins, or that a step
     is correct (https://arxiv.org/abs/1706.04599). `length/correlation` is the correlation between score difference and
