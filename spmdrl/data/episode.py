@@ -67,9 +67,8 @@ class Episode:
     """Stage of the episode: `opening` (its environment prepares the prompt), `sampling` (the engine samples it),
     `answering` (its environment prepares an answer), `grading`, `graded`; empty before the engine has room for it."""
     experts: torch.Tensor | None = None
-    """int16 [n, W]: ids of the experts that the first n tokens were routed to, layer by layer, or -1 if unknown. Tokens
-    are numbered across all segments in order; the routing of later tokens is unknown. W is
-    `hub.routing.Experts.width`."""
+    """int16 [n, W]: expert ids of the first n tokens, layer by layer, or -1 if unknown. Tokens are numbered across all
+    segments in order; the routing of later tokens is unknown. W is `hub.routing.Experts.width`."""
 
     def __post_init__(self):
         assert self.finish in ("", *FINISH_REASONS), self.finish
