@@ -3,11 +3,14 @@
 import torch
 
 from spmdrl.data.batch import KEYS, Batch, from_table, to_table
-from spmdrl.data.placeholders import refuse_images
 from spmdrl.spmd.balance import assign_balanced, assign_groups, assign_units
 from spmdrl.spmd.exchange import exchange, lexsort, select
+from spmdrl.spmd.payload import fetch, names_of, numbers_of
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.world import World
+
+SHOWN = "shown"
+"""Column of a travelling table with the names of each sequence's images, int64 [images, 2]."""
 
 
 def balance(batch: Batch, world: World) -> Batch:
@@ -26,14 +29,14 @@ def balance(batch: Batch, world: World) -> Batch:
 def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     """Balance a batch like `balance`, over the ranks of a group. Collective.
 
-    holders: int64 [data positions, copies], the group ranks that receive each data position's share.
+    holders: int64 [data positions, copies], the group ranks that receive each data position's share. Images travel once
+    to each rank that needs them; either all ranks' batches have images, which may be empty, or none has.
     """
     positions, copies = holders.shape
-    if peers.group is not None:
-        refuse_images(batch, "a job of several ranks")
     table = to_table(batch)
     if batch.images is not None:
-        table.lengths["row"], table.values["row"] = torch.ones_like(batch.lengths), torch.arange(len(batch))
+        table.lengths[SHOWN] = torch.tensor([len(row) for row in batch.images], dtype=torch.int64)
+        table.values[SHOWN] = numbers_of([payload.name for row in batch.images for payload in row])
     # Every rank receives all keys, so all ranks compute the same plan if these columns are among the keys.
     shared, bound = "common" in batch.seq, "unit" in batch.seq
     seq = batch.seq | batch.identity
@@ -61,7 +64,10 @@ def distribute(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     received, _ = exchange(table, assign, peers.group, peers.device)
     out = from_table(received)
     if batch.images is not None:
-        out.images = [batch.images[i] for i in received.values["row"].tolist()]
+        held = {payload.name: payload for row in batch.images for payload in row}
+        rows = [names_of(part) for part in received.values[SHOWN].split(received.lengths[SHOWN].tolist())]
+        found = fetch(held, list(dict.fromkeys(name for row in rows for name in row)), peers)
+        out.images = [tuple(found[name] for name in row) for row in rows]
     return out
 
 

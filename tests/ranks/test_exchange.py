@@ -18,6 +18,7 @@ from spmdrl.spmd.exchange import (
     exchange,
     lexsort,
 )
+from spmdrl.spmd.payload import Payload
 from spmdrl.spmd.seeds import generator_for
 from tests.ranks.harness import run_ranks
 
@@ -191,6 +192,46 @@ def test_layout_balance_keeps_every_sequence_and_evens_the_work(n):
         # 20 or 40 sequences with a heavy tail: no rank has more than one longest sequence above the mean.
         longest = max(len(t.tokens) for t in everyone.values()) ** power
         assert (work.max(1).values - work.mean(1) <= longest).all()
+
+
+def images_of(position: int, sample: int) -> tuple[Payload, ...]:
+    """Images of a sample: one of its prompt's, equal for the group, and sometimes one of its own; some prompts none."""
+    names = [f"{position % 3:032x}"] * (position % 4 > 0) + [f"{0xFFFF << 112 | sample:032x}"] * (sample % 2)
+    out = []
+    for name in names:
+        g = torch.Generator().manual_seed(int(name, 16) % 1000)
+        tiled = int(name, 16) % 2
+        shape = (tiled + 1, 3, 4, 4) if tiled else (int(name, 16) % 5 + 1, 6)
+        layout = {"tiles": (0, tiled)} if tiled else {"grid": (1, shape[0], 1)}
+        out.append(Payload(name, torch.randn(shape, generator=g), 2 + tiled, **layout))
+    return tuple(out)
+
+
+def image_cases(world):
+    batch = rank_batch(world)
+    batch.images = [
+        images_of(*pair) for pair in zip(batch.seq["position"].tolist(), batch.seq["sample"].tolist(), strict=True)
+    ]
+    batch = balance(batch, world)
+    held = {}
+    for row in batch.images:
+        for payload in row:
+            # One object for each content, whichever rank it came from.
+            assert held.setdefault(payload.name, payload) is payload and payload.pixels.is_contiguous()
+            assert payload.pixels.untyped_storage().nbytes() == payload.pixels.nbytes
+    return batch.seq["position"], batch.seq["sample"], batch.images
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_layout_images_travel_with_their_sequences_once_for_each_rank(n):
+    seen = []
+    for positions, samples, images in run_ranks(image_cases, n):
+        for position, sample, row in zip(positions.tolist(), samples.tolist(), images, strict=True):
+            seen.append((position, sample))
+            for got, want in zip(row, images_of(position, sample), strict=True):
+                assert torch.equal(got.pixels, want.pixels)
+                assert all(getattr(got, x) == getattr(want, x) for x in ("name", "tokens", "grid", "tiles"))
+    assert sorted(seen) == [(e.position, e.sample) for e in episodes()]
 
 
 def gather_cases(world):

@@ -23,7 +23,7 @@ class Image:
     tokens: int
 
 
-A, B, C = Image("a", 3), Image("b", 2), Image("c", 3)
+A, B, C = (Image(letter * 32, tokens) for letter, tokens in (("a", 3), ("b", 2), ("c", 3)))
 
 
 def batch_of(*rows: tuple[list, int]) -> Batch:
@@ -67,7 +67,7 @@ def test_images_stay_with_their_sequences():
         batch.select(torch.tensor([3, 1, 0, 4, 2])), torch.zeros(1, 1, dtype=torch.int64), Peers(None, HOST)
     )
     assert moved.images == want and "row" not in moved.seq
-    found = [(payload.name, at.tolist()) for payload, at in places(batch.token["image"], want)]
+    found = [(payload.name[0], at.tolist()) for payload, at in places(batch.token["image"], want)]
     assert found[:2] == [("a", [1, 2, 3]), ("a", [7, 8, 9])] and [name for name, _ in found[2:]] == ["c", "a", "b", "b"]
 
 
