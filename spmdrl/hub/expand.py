@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.hub.images import Payload
 from spmdrl.hub.vision import MOST_TILES, Vision
+from spmdrl.spmd.payload import Payload
 
 Spans = Sequence[tuple[int, int]]
 

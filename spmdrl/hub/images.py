@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.vision import QWEN, Vision
+from spmdrl.spmd.payload import Payload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,23 +21,6 @@ MODULES = dict.fromkeys(QWEN, "qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLIma
     "smolvlm": "smolvlm.image_processing_pil_smolvlm:SmolVLMImageProcessorPil",
 }
 """Image processors of the families in `transformers.models`. Those with the PIL backend need no torchvision."""
-
-
-@dataclass(frozen=True, eq=False)
-class Payload:
-    """One processed image, on the CPU."""
-
-    name: str
-    """32 hex digits that name the content: `pixels`, their layout, and the settings of the processor."""
-    pixels: torch.Tensor
-    """float32, as transformers' processor returns them for this image alone: [patches, values of a patch], or for the
-    tiled families [tiles, 3, side, side], row by row, with the whole image last."""
-    tokens: int
-    """Number of placeholders in expanded ids; equals the number of image features."""
-    grid: tuple[int, int, int] | None = None
-    """Number of patches along time (1), height and width; None for the tiled families."""
-    tiles: tuple[int, int] | None = None
-    """Rows and columns of tiles, or (0, 0) if the only tile is the whole image; None if the family has no tiles."""
 
 
 def load_processor(source: Path | dict[str, Any], vision: Vision) -> Any:
