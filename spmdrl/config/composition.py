@@ -1,4 +1,4 @@
-"""Derives a method's functions, the inputs that they need and the values of `auto` from its settings.
+"""Derives from the settings of a method: its functions, the inputs that they need, and the values of `auto`.
 
 The function tables need torch, so they are imported lazily, and `--help` works without torch.
 """
@@ -47,7 +47,7 @@ def advantage_alone(cfg: Any) -> bool:
 
 
 def aggregation(cfg: Any) -> str:
-    """Return the loss aggregation: `--algo.aggregation` or, if it is empty, the one in the loss's paper.
+    """Return the loss aggregation: `--algo.aggregation` or, if it is empty, the aggregation in the loss's paper.
 
     A loss with one value per sequence always uses its paper's aggregation.
     """

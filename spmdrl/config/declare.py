@@ -17,7 +17,7 @@ C = TypeVar("C", bound=type)
 
 
 class Free:
-    """Reasons why a resume may change a setting: it does not affect the weights after a step."""
+    """Reasons why a setting does not affect the weights after a step, so that a resume may change it."""
 
     WATCHED = "place and length of a run, and how it is observed"
     KEPT = "results that a run shows and keeps"

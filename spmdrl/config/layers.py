@@ -41,7 +41,7 @@ SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 @dataclass
 class Begun:
-    """Settings recorded in the folder of the run to be continued; empty for a new run."""
+    """Settings recorded in the folder of the run that this job continues. They are empty for a new run."""
 
     path: str = ""
     entries: dict[str, Given] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def is_shipped(path: str) -> bool:
 
 
 def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
-    """Return the settings of the last preset given, or of grpo if none is; values are text."""
+    """Return the settings of the last preset given, or of grpo if no preset is given. Values are text."""
     if "algo.preset" not in leaves(schema):
         return []
     named = [(found.values[0], found.origin) for name, found in given if name == "algo.preset" and found.values]
@@ -164,7 +164,7 @@ def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry,
     the preset changes the loss (or the advantage), it also discards earlier settings in `algo` that losses (or
     advantages) read. Entries in the same layer as the preset override it.
 
-    layers: the entries of each file, then those of the command line.
+    layers: the entries of each file, then the entries of the command line.
     """
     if "algo.preset" not in leaves(schema):
         return []

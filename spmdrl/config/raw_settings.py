@@ -64,7 +64,7 @@ class Given:
 
 
 Entries = list[tuple[str, Given]]
-"""Pairs of a setting's name and its text, in the order of a file or command line."""
+"""(setting name, text) pairs, in the order of a file or command line."""
 
 
 def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]]:

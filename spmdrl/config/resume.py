@@ -41,7 +41,7 @@ def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def fixed_settings(cfg: TrainingConfig) -> dict[str, Any]:
-    """Return name -> value of the settings that must not change on resume, secrets redacted and `auto` resolved."""
+    """Return name -> value of the settings that a resume must keep, with secrets redacted and `auto` resolved."""
     return {k: v for k, v in flat(to_dict(settings_to_record(cfg))).items() if not may_change(cfg, k)}
 
 

@@ -28,7 +28,7 @@ class Everyone:
     """The boxes of one `Part` that each rank of the job holds, and the boxes that it needs as an engine rank."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
-        """policy: computes the boxes of all training ranks. engine: maps a rank within an engine to its engine."""
+        """policy: computes all training ranks' boxes. engine: maps a rank within an engine to a simulated engine."""
         self.world, self.part = world, part
         self.pieces: list[Boxes] = []
         """Distinct lists of pieces that ranks hold, the first one empty. A `Piece` is a box plus its tensor's name."""
@@ -52,7 +52,7 @@ class Everyone:
         return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
 
     def wanted(self) -> Sets:
-        """Return the boxes that each rank needs, computed for one engine because all engines need the same boxes."""
+        """Return the boxes that each rank needs, computed for one engine, as all engines need the same boxes."""
         samplers = self.world.roles.samplers
         width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)
@@ -143,7 +143,7 @@ def _whole(named: list[tuple[str, Any]], _: World) -> dict[str, torch.Tensor]:
 
 
 class Place(SimpleNamespace):
-    """Stands in for a process group in code that reads only its size and this process's rank."""
+    """Stands in for a process group in code that reads only the group's size and this process's rank."""
 
     size: Callable[[], int]
     rank: Callable[[], int]

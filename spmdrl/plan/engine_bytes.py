@@ -25,9 +25,9 @@ from spmdrl.weights.experts import Layout, full_box
 
 GIB = 1 << 30
 MLA_BLOCK = 64
-"""KV block size in tokens of vLLM's latent attention kernels on Hopper (`v1/attention/backends/mla`)."""
+"""KV block size, in tokens, of vLLM's latent attention kernels on Hopper (`v1/attention/backends/mla`)."""
 CPU_MLA_BLOCK = 16
-"""KV block size in tokens of vLLM's CPU kernel for latent attention (`platforms/cpu.py`)."""
+"""KV block size, in tokens, of vLLM's CPU kernel for latent attention (`platforms/cpu.py`)."""
 OUTSIDE = GIB
 """Estimated GPU memory in bytes that an engine uses outside torch: communication buffers, kernels, CUDA graphs."""
 
@@ -157,7 +157,7 @@ def _block(text: Any, on_cpu: bool) -> int:
 
 
 def _growing(cfg: Config, text: Any, longest: int, tp: int, free: int | None) -> Cache:
-    """Compute the HF engine's peak cache, reached when all sequences of a full batch have maximum length."""
+    """Compute the HF engine's cache at its peak, when all sequences of a full batch have maximum length."""
     width = DTYPES[cfg.model.dtype].itemsize
     if getattr(text, "kv_lora_rank", None):
         # transformers caches decompressed keys and values for every head instead of latent vectors.

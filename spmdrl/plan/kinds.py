@@ -75,7 +75,7 @@ def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> 
     Args:
         cfg: the run's settings.
         world: number of ranks of the job.
-        layers: number of layers per pipeline stage; a single number without pipeline parallelism.
+        layers: number of layers per pipeline stage. Without pipeline parallelism, the list has one number.
         sparse: for each layer of the model, whether it has experts.
     """
     roles = roles_of(cfg.parallel, world)

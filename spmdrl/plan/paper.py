@@ -28,7 +28,7 @@ class Paper(Storages, TorchDispatchMode):
     """Context manager that counts the memory, traffic and FLOPs of the program that runs inside it."""
 
     def __init__(self, traffic: Traffic | None = None, device: str = "meta"):
-        """traffic: counts the collectives. device: device type to count: `meta` in plans, `cpu` in real runs."""
+        """traffic: counts the collectives. device: the device type to count, `meta` in plans or `cpu` in real runs."""
         Storages.__init__(self, device)
         TorchDispatchMode.__init__(self)
         self.traffic, self.numbers = traffic or Traffic(), Numbers(self)
@@ -64,7 +64,7 @@ class Paper(Storages, TorchDispatchMode):
         return out
 
     def _record_gather(self, func: Any, args: tuple) -> None:
-        """Record an all-gather's result as if all ranks sent this rank's values, or as unknown if the values are."""
+        """Record an all-gather's result as if all ranks sent this rank's values. Unknown values stay unknown."""
         if self.device == "meta" and func is torch.ops.c10d._allgather_base_.default:
             into, mine = args[0], args[1]
             value = self.numbers.value_of(mine)

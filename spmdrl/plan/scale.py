@@ -114,7 +114,7 @@ def added(loads: list[Load]) -> Load:
 def rank_of(
     step: Step, stage: int, stages: int, virtual: int, sampling: dict[str, int], measured: int | None = None
 ) -> Rank:
-    """Extrapolate a rank's simulated step to a rank with the same layers.
+    """Extrapolate a simulated step to the full step of a rank that has the same layers.
 
     Args:
         step: the simulated step.
@@ -150,7 +150,7 @@ SCATTERED = ("all-to-all", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that a phase keeps each resource of a rank busy at peak rate. The phase takes at least the maximum."""
+    """Seconds that a phase keeps each resource of a rank busy at peak rate; the maximum is a bound on its time."""
 
     matrix: float = 0.0
     nvlink: float = 0.0
@@ -158,7 +158,7 @@ class Bound:
     memory: float = 0.0
     host: float = 0.0
     bubble: float = 1.0
-    """Slowdown factor of matrix products, because the rank waits for other pipeline stages."""
+    """Slowdown factor of matrix products, caused by waiting for other pipeline stages."""
 
     def _named(self) -> dict[str, float]:
         named = {"matrix rate": self.matrix * self.bubble, "NVLink": self.nvlink, "network": self.network}
@@ -183,7 +183,7 @@ class Axes:
     ranks: dict[str, tuple[int, ...]]
     """Axis name -> ranks in this rank's group on that axis."""
     rank: int
-    """The rank whose groups these are."""
+    """The rank that these groups belong to."""
     per_node: int
     """Number of GPUs per node; consecutive ranks fill one node after another."""
 

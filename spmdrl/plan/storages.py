@@ -19,7 +19,7 @@ class Moment:
 
 
 class Storages:
-    """Tracks each storage from the first `see` call with one of its tensors until it is freed."""
+    """Tracks each storage from the first `see` call for one of its tensors until the storage is freed."""
 
     def __init__(self, device: str):
         """device: device type whose storages are counted."""

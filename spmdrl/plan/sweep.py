@@ -1,4 +1,4 @@
-"""Plans a job with changed settings: searches for ones that fit, or ranks alternatives by minimum step time."""
+"""Plans a job with changed settings, to find settings that fit or to rank alternatives by minimum step time."""
 
 import sys
 from collections.abc import Iterator

@@ -77,7 +77,7 @@ def _begins(text: str) -> bool:
 
 
 def _letter(text: str) -> str | None:
-    """Return the letter that an answer starts with, or None if it does not start with one or names several."""
+    """Return the letter that an answer starts with, or None if it starts with no letter or names several letters."""
     text = _WRAPPING.sub("", text).strip()
     head, *rest = _SENTENCE.split(text, maxsplit=1)
     first = _FIRST.match(head)

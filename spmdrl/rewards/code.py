@@ -45,7 +45,7 @@ class CodeGrader:
     of tests that the program passes. The program is the last fenced Python block, else the last block without a
     language, or the entire response if there is no block. If the prompt starts the tested function, a response may
     continue it. The parts `passed`, `wrong`, `error`, `timeout`, `memory` and `output` are the fractions of tests with
-    that result. The part `format` is 1 if there is such a block.
+    that result. The part `format` is 1 if the program is in a fenced block.
 
     Programs are graded one at a time, in sandboxes that stay open.
     """
@@ -59,7 +59,7 @@ class CodeGrader:
         self.open()
 
     def open(self) -> None:
-        """Open any sandboxes that are not open yet: one for programs, one for tests. SandboxFusion needs none."""
+        """Open any sandboxes that are not open yet: one for programs, one for tests. SandboxFusion needs no sandbox."""
         while len(self.sandboxes) < 2 and not self.service:
             self.sandboxes.append(open_for(self.settings.provider))
 

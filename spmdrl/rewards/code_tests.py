@@ -221,7 +221,7 @@ def _json_or_text(text: object) -> Any:
 def same_text(printed: str, wanted: str) -> bool:
     """Return whether two outputs have the same words on the same lines.
 
-    Numbers are compared by value, within TOLERANCE if the expected one is not an integer. Leading and trailing blank
+    Numbers are compared by value, within TOLERANCE if the expected number is not an integer. Leading and trailing blank
     lines and whitespace around words are ignored.
     """
     mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, wanted))

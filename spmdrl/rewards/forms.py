@@ -4,7 +4,7 @@ verl:        compute_score(data_source, solution_str, ground_truth, extra_info, 
 verl, batch: compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list
 TRL:         reward(prompts, completions, **columns) -> list, with None for a row that the function does not apply to
 
-The form is detected from the parameter names. Functions can be `async`. Batch functions are called with lists of one
+The signature is detected from the parameter names. Functions can be `async`. Batch functions are called with lists of one
 item, because each response is graded on its own as soon as it is finished.
 """
 
@@ -47,7 +47,7 @@ def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> 
     """Wrap a user function as a function that grades one response.
 
     name: the function's name in messages. kwargs: additional arguments for every call (`--reward.kwargs`). Raises
-    ValueError if the parameters match none of the forms or do not accept `kwargs`.
+    ValueError if the parameters match none of these signatures or do not accept `kwargs`.
     """
     parameters = _parameters(function)
     trl = "completions" in parameters and not set(VERL) <= parameters.keys()
@@ -143,7 +143,7 @@ def _trl(
 
 
 def _only(value: Any, none: bool) -> object:
-    """Return the only score in a list. none: accept None, which means that the function does not apply to the row."""
+    """Return the only score in a list. none: True to accept None, if the function does not apply to the row."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)) or len(value) != 1:

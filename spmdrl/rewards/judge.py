@@ -18,7 +18,7 @@ from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput
 from spmdrl.rewards.judge_verdict import VALUES, Question, pair_questions, question
 
 Answer = tuple[list[float], ...] | str
-"""For each question of a case, the grades of all votes. If there are none, a text that says why."""
+"""The grades of all votes on each question of a case, or a text that says why there are no grades."""
 log = logging.getLogger("spmdrl")
 
 

@@ -1,7 +1,7 @@
 """Chat-completions client that raises a different exception for each kind of failure.
 
 The API key is sent only in the request header. It is removed from server responses and errors that are quoted in
-messages, and redirects are not followed, because they could leak the key to another host.
+messages. Redirects are not followed, because they could leak the key to another host.
 """
 
 import email.utils
@@ -178,7 +178,7 @@ class Client:
 
 
 def _cut(sock: socket.socket) -> None:
-    """Shut down a connection from which another thread is reading."""
+    """Shut down a connection that another thread is reading from."""
     with suppress(OSError):
         # Call the plain socket's method, because the TLS socket's method would modify an object that the other thread
         # is using.
@@ -186,7 +186,7 @@ def _cut(sock: socket.socket) -> None:
 
 
 def seconds_of(after: str) -> float | None:
-    """Parse a `Retry-After` header (a number or a date) to seconds, at most LONGEST_WAIT, or None if invalid."""
+    """Convert a `Retry-After` header (a number or a date) to seconds, at most LONGEST_WAIT. Return None if invalid."""
     if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", after.strip()):
         return min(float(after), LONGEST_WAIT)
     with suppress(ValueError, TypeError):

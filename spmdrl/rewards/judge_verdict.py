@@ -138,7 +138,7 @@ class Question:
 
 
 def question(item: RewardInput, cfg: JudgeConfig) -> Question:
-    """Return the question about one response, truncating it and each earlier turn to `max_chars` characters."""
+    """Return the question about one response. The response and each earlier turn are cut to `max_chars` characters."""
     response = ("RESPONSE", _shortened(item.reply, cfg.max_chars))
     material = (*task_of(item), *_earlier(item, cfg.max_chars), response)
     return Question(cfg.model or cfg.engine, cfg.temperature, cfg.rubric or RUBRIC, cfg.scale, material)

@@ -56,7 +56,10 @@ def _value(m: re.Match) -> Decimal:
 
 
 def _last_number(solution: str) -> Decimal | None:
-    """Return a response's last number, or None if there is none. NaN: it has no value, or its exponent is too long."""
+    """Return a response's last number, or None if there is none.
+
+    The result is NaN if the number has no value or its exponent is too long.
+    """
     box = last_box(solution)
     text = solution if box is None else box
     if len(text) > TAIL:  # drop a number whose start is cut off
@@ -66,7 +69,7 @@ def _last_number(solution: str) -> Decimal | None:
 
 
 def _truth_of(ground_truth: object) -> Decimal:
-    """Return the number in a ground truth: on its own, in a box or after `####`. Raises ValueError if there is none."""
+    """Return the number in a ground truth (alone, in a box or after `####`). Raises ValueError if there is none."""
     text = truth_text(ground_truth)
     box = last_box(text)
     m = _NUMBER.fullmatch(_clean(text.rpartition("####")[2] if box is None else box).strip(" $").rstrip(" $."))

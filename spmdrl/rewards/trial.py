@@ -167,7 +167,7 @@ def _first(value: object) -> str:
 
 
 def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
-    """Pair each prompt with another prompt from its source, or with itself if the source has only one."""
+    """Pair each prompt with another prompt from its source, or with itself if the source has only one prompt."""
     by: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by.setdefault(prompt.data_source, []).append(prompt)

@@ -143,7 +143,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Split a list entry into the part before its unit and the words of the unit."""
+    """Split a list entry into the text before its unit and the unit's words."""
     if m := _DEGREES.search(text):
         degree = (m[1] or m[2] or "").lower()
         return text[: m.start()], f"degree {_SIGNS.get(degree, degree)}"

@@ -36,7 +36,7 @@ from spmdrl.tools.preflight import parse_rounds, port_of
 
 PROG = "python -m spmdrl.tools.doctor"
 SKEW = 1.0
-"""Maximum allowed clock difference between two nodes, in seconds; above it, their logs cannot be put in order."""
+"""Maximum allowed clock difference between two nodes, in seconds. If it is larger, the nodes' logs cannot be merged."""
 JOIN = 60.0
 """How long ranks started by torchrun wait for each other, in seconds."""
 PAIR = 25.0

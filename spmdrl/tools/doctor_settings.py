@@ -65,7 +65,7 @@ def device(config: Config, gpus: int) -> Finding:
 
 
 def _gpu_needs(config: Config) -> list[str]:
-    """Return the settings that need a GPU. Megatron also runs on CPU, but only small models are fast enough."""
+    """Return the settings that need a GPU. Megatron also runs on a CPU, but fast enough only for small models."""
     rollout, named = config.rollout, engine_name(config) != "hf"
     needs = {
         "--run.device cuda": config.run.device == "cuda",

@@ -83,7 +83,7 @@ def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def start_on(host: str, variables: dict[str, str], words: Sequence[str], **streams: Any) -> subprocess.Popen:
-    """Start a command on another host. `send` forwards signals to it; closing stdin terminates it."""
+    """Start a command on another host. `send` forwards signals to the command, and closing stdin terminates it."""
     python = ".venv/bin/python" if (ROOT / ".venv" / "bin" / "python").exists() else "python3"
     line = f"cd {shlex.quote(str(ROOT))} && exec {python} -m spmdrl.tools.hosts"
     process = subprocess.Popen([*SSH, host, line], stdin=subprocess.PIPE, **streams)

@@ -69,7 +69,7 @@ def parse_rounds(text: str) -> list[list[Pair]]:
 
 
 def port_of(base: int, text: str, number: int, pair: Pair) -> int:
-    """Return the port that a pair's first node listens on. No two pairs share a port, as nodes may share a machine."""
+    """Return the port that a pair's first node listens on. Pairs use different ports, as nodes may share a machine."""
     rounds = parse_rounds(text)
     place = sum(map(len, rounds[:number])) + rounds[number].index(pair)
     # The second measurement uses different ports, because those of the first may still be in use.
