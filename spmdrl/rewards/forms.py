@@ -4,8 +4,8 @@ verl:        compute_score(data_source, solution_str, ground_truth, extra_info, 
 verl, batch: compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list
 TRL:         reward(prompts, completions, **columns) -> list, with None for a row that the function does not apply to
 
-The signature is detected from the parameter names. Functions can be `async`. Batch functions are called with lists of one
-item, because each response is graded on its own as soon as it is finished.
+The signature is detected from the parameter names. Functions can be `async`. Batch functions are called with lists of
+one item, because each response is graded on its own as soon as it is finished.
 """
 
 import asyncio
