@@ -157,7 +157,7 @@ def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
 
 
 def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = None, eps: float = 1e-6) -> Result:
-    """GDPO: each reward part is normalised separately, so that a large part does not drown out the others.
+    """GDPO: each reward part is normalised separately, so that a large part does not drown out the other parts.
 
     Source: https://arxiv.org/abs/2601.05242
 
@@ -200,14 +200,14 @@ def win_rate(x: Samples) -> Result:
 
         A = (lower + equal / 2) / (size of the group - 1) - 1/2            in [-1/2, 1/2]
 
-    `lower` and `equal` count the other samples of the group whose reward is lower and equal, respectively. The score of
-    a pairwise judge (docs/judge.md#pairs) is already a win rate: use `dr_grpo` with it.
+    `lower` counts the other samples of the group that have a lower reward, and `equal` those with the same reward. The
+    score of a pairwise judge (docs/judge.md#pairs) is already a win rate: use `dr_grpo` with it.
 
     A is 0 in a group of one, or if all rewards of the group are equal.
     """
     score_N, groups, mine = _scores(x)
-    # With samples sorted by (group, reward), those with a lower reward lie between the start of the group and the first
-    # sample with the same reward.
+    # If samples are sorted by (group, reward), the samples with a lower reward lie between the start of the group and
+    # the first sample with the same reward.
     ranks = Groups.of([groups.index_N, score_N])
     starts = [torch.cumsum(torch.bincount(g.index_N), 0) - torch.bincount(g.index_N) for g in (ranks, groups)]
     below_N = starts[0][ranks.index_N] - starts[1][groups.index_N]

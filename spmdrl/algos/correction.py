@@ -86,8 +86,8 @@ def correction_weights(
         rollout_logp: the log-probabilities that the engine reported, in the same shape.
         mask: True where the policy sampled: bool [T] for packed inputs, or bools or 0/1 [B, T] for padded inputs.
         seq_T: int64 [T], sequence index of each token, or None for padded inputs, where each row is a sequence.
-        low: lower bound; smaller ratios become 0. None uses the default of `kind`.
-        high: upper bound; larger ratios become `high` (tis) or 0 (icepop, mis). None uses the default of `kind`.
+        low: lower bound. Smaller ratios become 0. None uses the default of `kind`.
+        high: upper bound. Larger ratios become `high` (tis) or 0 (icepop, mis). None uses the default of `kind`.
         sequences: number of sequences, as in `aggregate.sum_per_sequence`.
 
     Raises:
@@ -145,8 +145,8 @@ def mismatch(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return metrics of the mismatch between old_logp and the engine's logp: name -> (mean, weight), 0-d fp64.
 
-    `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the batch mean, from which `finish_monitors`
-    derives other metrics. Means over tokens:
+    `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the batch mean. `finish_monitors` derives other
+    metrics from the batch means. Means over tokens:
 
     - `mismatch/k1`, `mismatch/k3`: estimates of KL(rollout || old), log(1 / r) and r - 1 - log r
     - `mismatch/ratio`, `mismatch/ratio_square`: r and r^2

@@ -70,9 +70,9 @@ def clip_cov(
 
         loss = PPO's; 0 at the selected tokens
 
-    The selected tokens are drawn from those with `cov_low < covariance < cov_high` that PPO does not clip. The loss
-    draws a fraction `cov_ratio` of all tokens (at least one, unless `cov_ratio` is 0), or all candidates if there are
-    fewer. See `kl_cov` for the covariance. Whether a token is drawn does not depend on which rank holds it.
+    The selected tokens are drawn from the tokens with `cov_low < covariance < cov_high` that PPO does not clip. The
+    loss draws a fraction `cov_ratio` of all tokens (at least one, unless `cov_ratio` is 0), or all candidates if there
+    are fewer. See `kl_cov` for the covariance. Whether a token is drawn does not depend on which rank holds it.
 
     Also reports `selected_fraction`. `clip_fraction` is the fraction of tokens whose PPO loss is decided by the clip.
     """
@@ -109,7 +109,7 @@ def _selected(x: LossInputs, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Selecting:
-    """The tokens of this rank in one optimizer step, from which a selection function selects. Tensors are on the CPU.
+    """Inputs to a selection function: this rank's tokens in one optimizer step. Tensors are on the CPU.
 
     Floats are fp64 and may have any value where the mask is False. `seq` is in ascending order.
     """

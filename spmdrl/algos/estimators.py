@@ -76,7 +76,7 @@ ADVANTAGES: dict[str, Advantage] = {
 def compute_advantages(
     name: str, *, rewards: Any, mask: Any, group: Any = None, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute advantages and returns of a padded batch with the estimator `name`, a key of ADVANTAGES.
+    """Compute advantages and returns of a padded batch with the estimator `name` (a key of ADVANTAGES).
 
     Args:
         name: estimator name, such as "grpo" or "gae".

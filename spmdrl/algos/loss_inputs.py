@@ -16,7 +16,7 @@ LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs to a policy loss, all packed [T]. Log-probabilities are those of the sampled tokens, in nats."""
+    """Inputs to a policy loss, all packed [T]. Log-probabilities are for the sampled tokens, in nats."""
 
     logp: torch.Tensor
     """Log-probability under the current policy, with gradient."""
@@ -40,7 +40,7 @@ class LossInputs:
     selected: torch.Tensor | None = None
     """bool: True at the tokens that `Loss.select` selected from the whole batch. None for losses without `select`."""
     sequences: int | None = None
-    """Number of sequences in this micro-batch. If None, sequence sums read it from `seq`, which causes a device
+    """Number of sequences in this micro-batch. If None, sequence sums read the number from `seq`, which causes a device
     sync."""
 
 

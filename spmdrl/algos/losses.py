@@ -30,7 +30,7 @@ class Loss:
     """Aggregation used by the paper or its authors. A run uses it by default."""
     scope: Literal["token", "sequence", "one per sequence"] = "token"
     """Which logp values the loss of a token depends on. `token`: only the token's own. `sequence`: those of the whole
-    sequence. `one per sequence`: those of the whole sequence, and all tokens of a sequence have the same loss. With
+    sequence. `one per sequence`: those of the whole sequence, where all tokens of a sequence have the same loss. With
     `one per sequence`, only a mean over sequences makes sense, so a run always uses `aggregation`. (With `gspo`, the
     losses within a sequence are equal only if its advantages are.)"""
     select: Callable[..., torch.Tensor] | None = None
@@ -89,17 +89,18 @@ def compute_loss(
     draw: Any = None,
     **settings: Any,
 ) -> torch.Tensor:
-    """Compute the policy loss `name`, a key of LOSSES, of a padded batch as a scalar that is differentiable in `logp`.
+    """Compute the policy loss `name` (a key of LOSSES) for a padded batch, as a scalar that is differentiable in
+    `logp`.
 
     Args:
         name: loss name, such as "ppo" or "gspo".
         logp: [B, T], log-probabilities under the current policy, in nats. Must be a tensor, unlike the other inputs,
-            because the result is differentiated with respect to it.
+            because the result is differentiable with respect to `logp`.
         old_logp: [B, T], log-probabilities under the policy at the start of the step.
         advantages: [B, T].
         mask: [B, T], True or 1 where the policy sampled. Rows without a sampled token do not count.
-        aggregation: one of AGGREGATIONS, or None for the one that the loss's paper uses. Ignored by losses with one
-            value per sequence, which are always averaged over sequences.
+        aggregation: one of AGGREGATIONS, or None for the aggregation that the loss's paper uses. Ignored by losses with
+            one value per sequence, which are always averaged over sequences.
         horizon: number of tokens that `seq-mean-token-sum-norm` divides by, or None for T.
         draw: [B, T], uniform random numbers in [0, 1) that clip_cov uses to select tokens, or None to draw them with a
             fixed seed.

@@ -66,12 +66,12 @@ def score(ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
 
 
 def difference(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
-    """Return the score of the chosen response minus that of the rejected one."""
+    """Return the chosen response's score minus the rejected response's score."""
     return score(x.ratio_chosen, divergence, alpha) - score(x.ratio_rejected, divergence, alpha)
 
 
 def difference_per_token(x: Pairs, divergence: str, alpha: float) -> torch.Tensor:
-    """Return the per-token score of the chosen response minus that of the rejected one."""
+    """Return the chosen response's per-token score minus the rejected response's per-token score."""
     chosen, rejected = (score(ratio, divergence, alpha) for ratio in (x.ratio_chosen, x.ratio_rejected))
     return chosen / x.chosen_tokens - rejected / x.rejected_tokens
 
@@ -160,8 +160,8 @@ def aot_unpaired(x: Pairs, *, beta: float, label_smoothing: float) -> torch.Tens
     matched = x.matched["aot_unpaired"]
     chosen = _smoothed(beta * (x.ratio_chosen - matched[:, 0]), label_smoothing)
     rejected = _smoothed(beta * (matched[:, 1] - x.ratio_rejected), label_smoothing)
-    # `chosen` and `rejected` have the same sum over the step. Adding both keeps both gradients, and subtracting the
-    # detached `rejected` restores the value of the loss.
+    # `chosen` and `rejected` have the same sum over the step. Adding `chosen` and `rejected` keeps both gradients, and
+    # subtracting the detached `rejected` restores the value of the loss.
     return chosen + rejected - rejected.detach()
 
 
@@ -260,8 +260,9 @@ class PreferenceLoss:
     needs_smoothing: bool = False
     """Whether `label_smoothing` must be above 0, because the loss assumes that some labels are wrong."""
     shift: Literal["", "other prompts", "steps so far"] = ""
-    """Which log-ratios the shift is computed from: those of prompts paired with responses to other prompts of the step,
-    or those of all responses in the steps so far. Empty if the loss has no shift."""
+    """Log-ratios from which the shift is computed. `other prompts`: log-ratios of prompts paired with responses to
+    other prompts of the step. `steps so far`: log-ratios of all responses in the steps so far. Empty if the loss has no
+    shift."""
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Inputs to advantage estimators: this rank's sequences, and a function that gathers those of all ranks.
+"""Inputs to advantage estimators: this rank's sequences, and a function that gathers the sequences of all ranks.
 
 T: packed tokens of this rank; S: its sampled tokens, where the mask is True; B: its sequences; N: rows of all ranks. An
 estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. An estimator
@@ -16,7 +16,8 @@ from spmdrl.algos.groups import power_of_two
 from spmdrl.algos.rows import LARGEST
 
 Result = tuple[torch.Tensor, torch.Tensor]
-"""advantages_T and returns_T. Returns are the critic's targets. For outcome advantages, both are the same tensor."""
+"""advantages_T and returns_T. Returns are the critic's targets. For outcome advantages, advantages_T and returns_T are
+the same tensor."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -24,8 +24,8 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
     The term is 0 up to a length of longest - buffer tokens, falls linearly to -factor at `longest` tokens, and stays
     -factor for longer sequences.
 
-    length_B: number of tokens that count towards the limit. longest: the limit in tokens. buffer: how many tokens
-    before the limit the punishment starts. Raises ValueError if `buffer` is not in 1 .. longest or `factor` is
+    length_B: number of tokens that count towards the limit. longest: the limit in tokens. buffer: number of tokens
+    before the limit where the punishment starts. Raises ValueError if `buffer` is not in 1 .. longest or `factor` is
     negative.
     """
     if not 0 < buffer <= longest:
@@ -175,8 +175,8 @@ def place_outcome(
     """Place each sequence's reward on its last sampled token, with 0 elsewhere: fp64 [T].
 
     mask_T: bool [T], True where the policy sampled. seq_T: int64 [T], sequence index of each token. turn_T: int64 [T],
-    turn index of each token; if given, the reward is placed on the last sampled token of the last turn. The reward of a
-    sequence without sampled tokens is dropped.
+    turn index of each token. If `turn_T` is given, the reward is placed on the last sampled token of the last turn. The
+    reward of a sequence without sampled tokens is dropped.
     """
     _check_tokens(mask_T, seq_T)
     return at_last_sampled(finite_column(reward_B), mask_T, seq_T, turn_T)

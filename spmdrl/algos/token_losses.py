@@ -6,8 +6,8 @@ stat is its sum divided by the number of unmasked tokens. Common stats: `ratio` 
 old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decides the loss.
 
 Log ratios are clamped to +-20 before exp. Losses are multiplied by `x.weights`, if given. A setting that is out of
-range raises a ValueError that names it. In formulas, `r` is the ratio of a token, `A` its advantage, and `sg` stops the
-gradient.
+range raises a ValueError that names the setting. In formulas, `r` is the ratio of a token, `A` its advantage, and `sg`
+stops the gradient.
 """
 
 import torch
@@ -25,7 +25,7 @@ from spmdrl.algos.loss_inputs import (
 )
 
 REST_FLOOR = 1e-8
-"""Added to 1 - p, the probability of all other tokens, to avoid division by 0 when p rounds to 1."""
+"""Added to 1 - p (the probability of all other tokens) to avoid division by 0 when p rounds to 1."""
 
 
 def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossResult:

@@ -37,7 +37,7 @@ class Turns:
         if x.parent is not None:
             return _tree(x)
         place_S, seq_S = x.mask.nonzero().flatten(), x.seq[x.mask]
-        # Without turn numbers, this difference grows at every gap between two runs of sampled tokens.
+        # Without turn numbers, the difference below grows at every gap between two runs of sampled tokens.
         turn_S = x.turn[x.mask] if x.turn is not None else place_S - torch.arange(len(place_S))
         same_S = chain(seq_S) >= 0
         step_S = torch.zeros_like(turn_S)
@@ -150,7 +150,8 @@ def _tree(x: Samples) -> Turns:
     seq_S, turn_S, parent_S = (column_T[x.mask] for column_T in (x.seq, x.turn, x.parent))
     early_S = (turn_S < 0) | (parent_S < -1) | (parent_S >= turn_S)
     _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, unlike")
-    # A turn without a sampled token is skipped: its children follow its parent, which is read from its other tokens.
+    # A turn without a sampled token is skipped. The children of such a turn follow the turn's parent, which is read
+    # from tokens that were not sampled.
     number_t, turn_T = torch.unique(x.turn, return_inverse=True)
     key_m, row_T = torch.unique(x.seq * (len(number_t) + 1) + turn_T, return_inverse=True)
     row_S = row_T[x.mask]

@@ -1,10 +1,10 @@
 """Turn-level advantages: one number per turn, assigned to all of its sampled tokens.
 
 The turns of an episode form a chain, or a tree if the episode forked (`tree.py`). A turn's return is the sum of its
-token rewards plus gamma times the returns of the turns that follow it, so in a tree it excludes parallel branches.
-Estimators take `Samples`. Results do not depend on how sequences are distributed over ranks. Turns without sampled
-tokens are ignored. Estimators raise ValueError if an input is missing or not finite, a setting is out of range, or the
-turns have no consistent order (`Turns.of`). docs/credit.md lists the unbiased estimators.
+token rewards plus gamma times the returns of the turns that follow it. In a tree, a turn's return therefore excludes
+parallel branches. Estimators take `Samples`. Results do not depend on how sequences are distributed over ranks. Turns
+without sampled tokens are ignored. Estimators raise ValueError if an input is missing or not finite, a setting is out
+of range, or the turns have no consistent order (`Turns.of`). docs/credit.md lists the unbiased estimators.
 """
 
 import torch

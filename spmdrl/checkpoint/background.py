@@ -132,7 +132,8 @@ class Saver:
     def finish(self) -> None:
         """Wait for a pending background write to publish its checkpoint. Must be called on all ranks.
 
-        Raises the error if the write failed: a ValueError unchanged, any other as the cause of a RuntimeError.
+        If the write failed, raises its error: a ValueError is raised unchanged, and any other error becomes the cause
+        of a RuntimeError.
         """
         if self._thread is None:
             return

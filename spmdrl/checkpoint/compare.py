@@ -37,7 +37,7 @@ def report(one: Path, other: Path) -> Iterator[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings saved in a checkpoint, or those in its run folder if it has none."""
+    """Return the settings saved in a checkpoint, or the settings of its run folder if the checkpoint has none."""
     for path in (folder / "state" / "config.yaml", folder.resolve().parents[1] / "config.yaml"):
         if path.is_file():
             return flat(yaml.safe_load(path.read_text()))
@@ -62,7 +62,8 @@ def _models(folder: Path) -> set[str]:
 def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
     """Yield lines about a model's tensors that are missing in one checkpoint, or whose shapes or values differ.
 
-    Among tensors whose values differ, the TOP ones with the largest absolute difference are listed, largest first.
+    Among tensors whose values differ, only the TOP tensors with the largest absolute difference are listed, largest
+    first.
     """
     from safetensors import safe_open
 

@@ -15,7 +15,7 @@ from spmdrl.health.status import rank_status, tick
 FULL_DISK = ("No space left", "Disk quota exceeded", "File too large")
 """Substrings of library error messages that report a full disk."""
 MEASURE_EVERY = 3.0
-"""Interval in seconds at which `growth_is_progress` measures the folder's size."""
+"""Seconds between two measurements of the folder's size by `growth_is_progress`."""
 
 
 class DiskFullError(ValueError):

@@ -130,7 +130,7 @@ def check_still_owned(world: World) -> None:
 
 
 def check_evaluation(folder: Path, world: World) -> None:
-    """Raise ValueError if an evaluation's folder contains checkpoints, from which it would resume. Collective."""
+    """Raise ValueError if an evaluation's folder contains checkpoints that it would resume from. Collective."""
     if on_first(lambda: steps_saved(folder / "checkpoints"), world):
         raise ValueError(
             f"{folder} holds the checkpoints of a run, and an evaluation needs a separate folder, usually "

@@ -32,7 +32,7 @@ class InUseError(ValueError):
 
 
 class TakenError(ValueError):
-    """Another job has taken over the run folder of this one."""
+    """Another job has taken over this job's run folder."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Lock:
     """Content of the lock file, which describes the previous owner before `sign` and this job afterwards."""
 
     def sign(self, agents: Collection[str]) -> None:
-        """Record this job as the owner. agents: `launcher()` of all its ranks, including those before restarts."""
+        """Record this job as the owner. agents: `launcher()` of all its ranks, including ranks from before restarts."""
         self.record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -171,8 +171,8 @@ def launcher() -> str:
     """Return a unique name for the torchrun process that started this process, or "" without torchrun.
 
     A torchrun process survives restarts of its ranks, so the name identifies a restarted job. torchrun's environment
-    variables do not: several jobs can share a run id, for example "none", and the restart count stays the same on nodes
-    where no rank failed.
+    variables do not identify a restarted job. Several jobs can share a run id, for example "none", and the restart
+    count stays the same on nodes where no rank failed.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
@@ -194,7 +194,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def same_job(record: dict, agents: Collection[str]) -> bool:
-    """Return True if the job that wrote `record` is this one before a restart by torchrun or SLURM."""
+    """Return True if the job that wrote `record` is this job before a restart by torchrun or SLURM."""
     restarted = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     job = os.environ.get("SLURM_JOB_ID", "")
     return bool(agents_of(record).intersection(agents)) or (restarted and job != "" and record.get("slurm") == job)

@@ -36,7 +36,7 @@ class Content:
 
     step: int
     writers: dict[str, Write]
-    """Maps a model's sub-folder ('' for the policy) to the function that writes it, for the models on this rank."""
+    """Maps the sub-folder of each model on this rank ('' for the policy) to the function that writes the model."""
     state: dict | None
     """Run state, JSON-serialisable. Only rank 0's value is written."""
     mine: Any = None
@@ -121,7 +121,7 @@ def divided_hashes(folder: Path, world: World, read: Callable[[Path], str] = fil
     """Return a dict from path to hash for all files. Unreadable files have `!` and the error instead of a hash.
     Collective.
 
-    Each file is read by one rank, the same one in every call. read: function that hashes a file.
+    Each file is read by one rank, which is the same rank in every call. read: function that hashes a file.
     """
 
     def listed() -> dict[str, int]:

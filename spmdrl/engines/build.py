@@ -197,7 +197,7 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
 def stop_tokens(folder: Path, tokenizer, template: str = "") -> set[int]:
     """Return the token ids that end a response.
 
-    The ids are those of the tokenizer's end-of-sequence token, the end tokens listed in the folder's files
+    The result combines the tokenizer's end-of-sequence token, the end tokens listed in the folder's files
     (`hub/ends.py`), and the tokens that end a turn in the chat template.
 
     template: the job's chat template (`data/template_ends.py`), or empty if the job renders no dialogues.

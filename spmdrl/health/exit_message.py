@@ -83,7 +83,7 @@ def _less_memory(phase: str) -> str:
 
 
 def resume() -> str:
-    """Return a sentence that names the step at which the same command resumes, or says that there is no checkpoint."""
+    """Return a sentence that names the step where the same command resumes, or says that no checkpoint exists."""
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved > 0:
         return f"The same command resumes from step {saved}"

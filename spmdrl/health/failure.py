@@ -27,7 +27,7 @@ log = logging.getLogger("spmdrl")
 exiting = threading.Event()
 """Set once this rank is exiting."""
 exit_lock = threading.Lock()
-"""Held by the one thread that terminates this rank."""
+"""Lock held by the thread that terminates this rank."""
 
 
 # ── the last line, and the exit ──────────────────────────────────────────────

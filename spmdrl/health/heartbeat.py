@@ -29,7 +29,7 @@ from spmdrl.health.status import IdleClock, place, rank_status
 EVERY = 1.0
 """Seconds between beats."""
 WARM = 30
-"""Number of beats after the start of the first step at which `flight_record.warm` prepares the flight record."""
+"""Number of beats between the start of the first step and the call of `flight_record.warm`."""
 RETRY = 5.0
 """Seconds before a retry when the store did not answer. The pause doubles after each subsequent failure."""
 LONGEST_PAUSE = 60.0
@@ -187,7 +187,7 @@ class Heartbeat(threading.Thread):
     def age(self, beat: dict) -> float:
         """Return the seconds since a rank's beat, measured by this rank's clock because machines' clocks may differ."""
         at = bisect_left(seen := list(self.seen), (beat["count"], 0.0))
-        # A beat that is newer than this rank's last one counts as 0 s old.
+        # A beat that is newer than this rank's last beat counts as 0 s old.
         return time.monotonic() - seen[at][1] if at < len(seen) else 0.0
 
     def missing(self) -> str:

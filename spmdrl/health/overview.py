@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 import torch.distributed as dist
 
 READERS = 8
-"""Number of ranks that read all ranks' beats: the first ones to exit."""
+"""Number of ranks that read all ranks' beats. The readers are the first ranks to exit."""
 STALE = 6.0
 """Seconds without a beat after which a rank counts as silent."""
 SHOWN = 4
@@ -68,7 +68,7 @@ class Overview:
         self.reader: bool | None = None
 
     def beats(self) -> dict[int, dict]:
-        """Return rank -> last beat for all ranks if this rank is one of the first READERS to ask, otherwise {}."""
+        """Return a dict from rank to last beat if this rank is one of the first READERS to ask, otherwise {}."""
         if self.reader is None:
             self.reader = self.store.add("readers", 1) <= READERS
         return self.read() if self.reader else {}

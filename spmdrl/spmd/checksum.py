@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 _LANES = 4096
-"""Words per row of the grid into which `weighted_sum` arranges a tensor."""
+"""Words per row of the grid that `weighted_sum` arranges a tensor into."""
 _ROWS = 4096
 """Number of rows summed at a time. torch copies these rows into a wider dtype, which takes at most 128 MiB."""
 _BY_ROW = 2 * 0x9E3779B1

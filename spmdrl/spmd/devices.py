@@ -52,9 +52,10 @@ def without_gpu() -> str:
 def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
     """Check that this rank's device is of the same kind as rank 0's.
 
-    Raises ValueError if it is not, because collectives of a process group with both CPU and GPU ranks would hang.
+    Raises ValueError if the kinds differ, because collectives of a process group with both CPU and GPU ranks would
+    hang.
     """
-    # All ranks share one key, which rank 0 writes and the others wait for.
+    # All ranks share one key, which rank 0 writes and the other ranks wait for.
     if rank == 0:
         store.set("device of rank 0", device.type)
     first = device.type if rank == 0 else store.get("device of rank 0").decode()

@@ -209,9 +209,9 @@ def redistribute(
 ) -> Table:
     """Send each item to its destination, and return the received items, sorted by key. Collective.
 
-    table: this rank's items, on the host. everyone: per rank, int64 [n_r, K + C]: its items' keys, followed by their
-    lengths in each column, in `table.values` order. destinations: per rank, int64 [n_r]: the group ranks that receive
-    its items. group: process group, or None for a single-rank job. device: device of the group's collectives.
+    table: this rank's items, on the host. everyone: for each rank, its items' keys, followed by their lengths in each
+    column, in `table.values` order: int64 [n_r, K + C]. destinations: for each rank, the group ranks that receive its
+    items: int64 [n_r]. group: process group, or None for a single-rank job. device: device of the group's collectives.
     """
     world, me = len(everyone), _group_rank(group)
     if world == 1:
@@ -261,7 +261,7 @@ def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torc
     """Move every item to the rank that `assign` returns for it. Collective.
 
     table: this rank's items, with columns in the same order on every rank. assign: function from the rows of all ranks
-    [N, K + C], sorted by key, to group ranks, int64 [N]; every rank calls `assign` with the same rows, so the plan
+    [N, K + C], sorted by key, to group ranks, int64 [N]. Every rank calls `assign` with the same rows, so the plan
     needs no broadcast. group: process group, or None for a single-rank job. device: device of the group's collectives.
 
     Returns the items that this rank received and the rows [N, K + C] of all ranks, both sorted by key.

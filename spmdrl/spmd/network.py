@@ -1,7 +1,7 @@
 """Chooses the network interface for multi-node communication.
 
 By default gloo uses the address that the host name resolves to. On Debian and Ubuntu, /etc/hosts maps the host name to
-127.0.1.1, so each node would wait for the others on its loopback interface.
+127.0.1.1, so each node would wait for the other nodes on its loopback interface.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Hands out prompts to engines, by an atomic counter in the rendezvous store or by a fixed assignment."""
+"""Hands out prompts to engines, using an atomic counter in the rendezvous store or a fixed assignment."""
 
 import time
 

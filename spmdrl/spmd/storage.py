@@ -34,8 +34,8 @@ def moves(place: str, device: torch.device) -> bool:
 
 
 def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> list[torch.UntypedStorage]:
-    """Return the distinct non-empty storages of tensors on a device type. A DTensor's storage is that of its local
-    shard.
+    """Return the distinct non-empty storages of tensors on a device type. For a DTensor, the storage of its local shard
+    is used.
     """
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:

@@ -58,7 +58,7 @@ class Layout:
         parameter without packed experts has one slot, the whole shard.
         """
         if (name, shape, box) not in self.cache:
-            # Slots are cached, because every weight transfer to the engine needs the same ones.
+            # Slots are cached, because every weight transfer to the engine needs the same slots.
             self.cache[name, shape, box] = self._slots(name, shape, box)
         return self.cache[name, shape, box]
 

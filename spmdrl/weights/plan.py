@@ -107,7 +107,7 @@ class Holders:
 
 
 class Routes:
-    """One rank's plan: the regions that it sends, receives, or both holds and needs. Ranks are group ranks."""
+    """One rank's plan: the regions that this rank sends, receives, or both holds and needs. Ranks are group ranks."""
 
     def __init__(
         self,

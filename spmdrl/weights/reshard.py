@@ -1,8 +1,9 @@
 """Transfers the tensor slices that ranks need from the ranks that hold them, and no other bytes.
 
-Slices are boxes (`boxes.py`). Each rank intersects the boxes that it holds with those that others need (`plan.py`) and
-sends exactly these intersections, one bucket of tensors at a time, while the previous bucket is in use. This module is
-model-agnostic: `policy/` provides the boxes that ranks hold, and `engines/` those that they need.
+Slices are boxes (`boxes.py`). Each rank intersects the boxes that it holds with the boxes that other ranks need
+(`plan.py`). The rank sends exactly these intersections, one bucket of tensors at a time, while the previous bucket is
+in use. This module is model-agnostic: `policy/` provides the boxes that ranks hold, and `engines/` provides the boxes
+that ranks need.
 """
 
 import json
@@ -32,7 +33,7 @@ NAMED = 3
 
 
 class CorruptWeightsError(RuntimeError):
-    """Raised if received bytes differ from those that were sent."""
+    """Raised if received bytes differ from the sent bytes."""
 
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
@@ -122,8 +123,8 @@ class Reshard:
         same number of buckets, some of which may be empty.
 
         pieces: the pieces that the plan was computed for, with current values. A tensor that this rank holds completely
-        in the right dtype is yielded without a copy, so callers must not modify it. Raises CorruptWeightsError, which
-        names the sending rank and the tensors, if received bytes differ from those sent.
+        in the right dtype is yielded without a copy, so callers must not modify it. If received bytes differ from the
+        sent bytes, raises CorruptWeightsError, which names the sending rank and the tensors.
         """
         flights: deque[Flight] = deque()
         self.received_bytes = 0

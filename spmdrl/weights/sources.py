@@ -145,7 +145,7 @@ class Sources:
 
     @torch.no_grad()
     def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy a box of a parameter, for which `fits` returns True, into a tensor of the box's shape."""
+        """Copy a box of a parameter into a tensor of the box's shape. `fits` must return True for the parameter."""
         if name in self.plain:
             self.tensors.copy(self.plain[name], box, into)
             return

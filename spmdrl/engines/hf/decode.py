@@ -102,7 +102,7 @@ class Decoder:
         with those of a forward pass over the whole row without a cache.
 
         Raises:
-            ValueError: a token's probabilities depend on later tokens, which makes any sampling incorrect, or the model
+            ValueError: a token's probabilities depend on later tokens, so that samples would be incorrect, or the model
                 fails to compute the next token of a sequence.
         """
         if self.checked:
@@ -154,7 +154,7 @@ class Decoder:
         """Return the second row's logp without a cache, [n, V], and how much its last tokens affect earlier logp.
 
         The effect is the mean |dlogp| at the earlier positions when the last tokens are replaced. The row and a copy
-        with different last tokens run in one forward pass, so rounding is the same for both.
+        with different last tokens run in one forward pass, so their rounding is the same.
         """
         pair = rows[1:].repeat(2, 1)
         pair[1, -MORE:] = (pair[1, -MORE:] + 1) % vocabulary

@@ -60,7 +60,8 @@ class HFEngine:
         self.parked: Parked | None = None
         # The softmax is computed in float32 or float64, as in the trainer's head.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
-        # A checkpoint contains the parameters (tied ones only once) and persistent buffers such as routing biases.
+        # A checkpoint contains the parameters (tied parameters only once) and persistent buffers such as routing
+        # biases.
         scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
         kept = self.model.state_dict().keys()
         buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
@@ -185,8 +186,8 @@ class HFEngine:
             x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
             for x, (i, box) in zip(held, boxes, strict=True)
         ]
-        # `needs` is called once for each part of the model that is sent, so `odd` collects the tensors without a
-        # checksum.
+        # The trainer may send the model in several parts. `needs` is called once for each part, so `odd` collects the
+        # tensors without a checksum over all calls.
         self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
         self.counted = [x for x in tensors.values() if id(x) not in self.odd]
         return Needs(boxes, [id(x) not in self.odd for x in held])

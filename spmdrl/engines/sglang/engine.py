@@ -227,7 +227,7 @@ class SGLangEngine:
 
         Raises:
             EngineDiedError: the engine process has exited. With `broadcast`, only the first rank raises these errors.
-            CorruptWeightsError: the bytes that the engine received differ from those sent.
+            CorruptWeightsError: the bytes that the engine received differ from the bytes that were sent.
         """
         if isinstance(self.transport, Broadcast):
             if self.process and tensors:

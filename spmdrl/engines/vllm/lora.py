@@ -1,7 +1,8 @@
 """LoRA adapters in vLLM: loads base weights into the layers that vLLM wraps, and loads adapters directly from tensors.
 
-Written against vLLM 0.32 (`vllm/lora`), with the code of 0.25.1 also checked. vLLM keeps N adapters in buffers of each
-wrapped layer, [N, 1, rank, in] for A and [N, 1, out, rank] for B, with one such pair per fused projection.
+Written against vLLM 0.32 (`vllm/lora`), and checked against the code of 0.25.1. vLLM keeps N adapters in buffers of
+each wrapped layer: [N, 1, rank, in] for A and [N, 1, out, rank] for B. Each fused projection has its own pair of
+buffers.
 """
 
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ class Adapters:
         self.taken: dict[str, torch.Tensor] = {}
 
     def _place(self, name: str) -> tuple[Any, int] | None:
-        """Return the wrapper and projection index to which an adapter tensor belongs."""
+        """Return the wrapper and projection index that an adapter tensor belongs to."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         return self.places.get(parse_fine_tuned_lora_name(PREFIX + name, self.mapper)[0])
@@ -145,7 +146,7 @@ class Adapters:
         return {name: x for name, x in bucket.items() if not is_adapter(name)}
 
     def install(self) -> None:
-        """Install the adapters kept by `take`, replacing earlier ones."""
+        """Install the adapters kept by `take`, replacing earlier adapters."""
         from vllm.lora.lora_model import LoRAModel
 
         taken, self.taken = self.taken, {}

@@ -1,7 +1,7 @@
 """Computes the most likely tokens at the last positions of existing sequences with vLLM.
 
 Each request's prompt is a sequence without its last token, and one token is generated. vLLM then reports the most
-likely tokens at every prompt position and at the generated position, which is the last one of the sequence.
+likely tokens at every prompt position and at the generated position, which is the sequence's last position.
 
 Shapes: n positions, k tokens.
 """

@@ -22,7 +22,7 @@ seeds = shared("spmd/seeds.py")
 
 
 def seed_at(seed: int, prompt_length: int) -> int:
-    """Return the seed that draws, at position `prompt_length - 1`, the random number that `seed` draws at position 0.
+    """Return a seed that draws the same random number at position `prompt_length - 1` as `seed` at position 0.
 
     SGLang counts positions from the start of the sequence; the other engines count from the first new token.
     """

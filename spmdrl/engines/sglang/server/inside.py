@@ -155,7 +155,8 @@ def install_weights(expected: dict[str, Any]) -> None:
 def install_zeros() -> None:
     """Make SGLang's dummy loader fill parameters with zeros and leave buffers unchanged.
 
-    By default it writes random numbers, which would remain in padding and constants that the trainer never sends.
+    By default, the loader writes random numbers, which would remain in padding and constants that the trainer never
+    sends.
     """
     from sglang.srt import model_loader
 
