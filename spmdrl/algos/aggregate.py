@@ -26,7 +26,8 @@ class Totals:
 
 
 def count_totals(mask_T: torch.Tensor, seq_T: torch.Tensor) -> Totals:
-    """Return the counts of one micro-batch. Summed over micro-batches and ranks, they are the totals of the batch.
+    """Return the counts of one micro-batch. The sums of these counts over micro-batches and ranks are the totals of the
+    batch.
 
     mask_T: bool [T]. seq_T: int64 [T], sequence index of each token. Causes one device sync.
     """

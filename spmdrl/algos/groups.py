@@ -94,7 +94,7 @@ def leave_one_out(x_N: torch.Tensor, groups: Groups) -> torch.Tensor:
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two above each |x|, or 1 where x is 0.
 
-    Dividing by it is exact, and the squares of the quotients cannot overflow.
+    Dividing by this power is exact, and the squares of the quotients cannot overflow.
     """
     mantissa, _ = torch.frexp(x.abs())
     return torch.where(x == 0, 1.0, x.abs() / torch.where(x == 0, 1.0, mantissa))

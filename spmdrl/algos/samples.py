@@ -73,7 +73,7 @@ class Samples:
     ends: torch.Tensor | None = _given(
         "T", about="a mark, 1 instead of 0, at the tokens where a step ends", default=None
     )
-    """1 at each token that ends a step with a score in `process`, 0 at other tokens."""
+    """1 at each token that ends a step with a score in `process`, and 0 at all other tokens."""
     turn: torch.Tensor | None = _given("T", "integers", default=None)
     """Turn index of each token. The turns of a sequence are numbered 0, 1, ... in order of creation. If None, every run
     of sampled tokens is a turn."""

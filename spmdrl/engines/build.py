@@ -80,8 +80,8 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     """Raise ValueError if the model is multimodal and the engine cannot run it.
 
-    transformers has no causal language model class for models that take images or audio. vLLM has one, but its CPU
-    build cannot run it without torchvision.
+    transformers has no causal language model class for models that take images or audio. vLLM has such classes, but
+    vLLM's CPU build cannot run them without torchvision.
     """
     from transformers import AutoModelForCausalLM
 
@@ -158,7 +158,7 @@ def check_experts(cfg: Config) -> None:
 
 
 def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
-    """Check the size of each rank's KV cache if it is set by `--rollout.kv-cache-gib`.
+    """Check the size of each rank's KV cache if `--rollout.kv-cache-gib` sets this size.
 
     The HF engine's cache has no fixed size and is not checked.
 

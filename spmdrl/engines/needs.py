@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Box = tuple[tuple[int, int], ...]
-"""A rectangular slice of a tensor: a pair (start, end) of indices for every dimension, end exclusive."""
+"""A rectangular slice of a tensor: a pair (start, end) of indices for every dimension. The end is exclusive."""
 
 
 @dataclass

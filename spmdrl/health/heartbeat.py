@@ -1,8 +1,8 @@
 """The heartbeat: a thread that publishes its rank's position, detects a stuck main thread, and reads requests to leave.
 
-Once a second, even if the main thread hangs, it writes this rank's position to the rendezvous store and checks for
-requests to leave, over a separate connection. A rank whose collective timed out can therefore name the missing rank and
-its source line.
+Once a second, even if the main thread hangs, the heartbeat thread writes this rank's position to the rendezvous store
+and checks for requests to leave. The thread has its own connection to the store. A rank whose collective timed out can
+therefore name the missing rank and its source line.
 """
 
 import json

@@ -92,8 +92,8 @@ class Holders:
         return self.places[self.set_ends[s - 1] if s else 0 : self.set_ends[s]]
 
     def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
-        """Return, for each box, the rank that sends the box to a receiver, or the receiver if the receiver itself holds
-        the box.
+        """Return the sending rank of each box for one receiver. If the receiver itself holds a box, the receiver is the
+        sender.
 
         boxes: box indices. receiver: a rank. turn: the receiver's position in an order of all ranks. Receivers at
         consecutive positions get a box from consecutive holders.

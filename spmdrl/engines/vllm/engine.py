@@ -100,7 +100,7 @@ class VLLMEngine:
         self.partial[name] = (request, [], [])
         if self.copies and not self.copies.take(name):
             return
-        # Seeds have 63 bits, since vLLM stores them as signed 64-bit integers. Greedy sampling needs no seed.
+        # Seeds have 63 bits, because vLLM stores them as signed 64-bit integers. Greedy sampling needs no seed.
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,

@@ -92,9 +92,9 @@ class Held:
 
         request: name, shape and dtype of each tensor, and the kinds of tensors in the model folder.
 
-        Returns a flat list. It starts with the length and the bytes of a string that has one unfilled weight per line,
-        and with `Needs.exact`. Each slice then adds the index of its tensor, `counted`, the number of dimensions, and
-        the box.
+        Returns a flat list. The list starts with the length and the bytes of a string with one unfilled weight per
+        line, followed by `Needs.exact`. Each slice then adds the index of its tensor, `counted`, the number of
+        dimensions, and the box.
         """
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in request["tensors"]]
         found = loader.watched_load(self.runner.model.load_weights, tensors)
