@@ -11,6 +11,7 @@ Other columns (`row_columns.py`) hold a system message, earlier exchanges, tools
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdrl.data.images import has_items, illustrated
 from spmdrl.data.rendering import THOUGHT_KEYS, Dialogue
 from spmdrl.data.row_columns import (
     HISTORY,
@@ -53,6 +54,8 @@ class Columns:
     completion: str = ""
     text: str = ""
     tools: str = "tools"
+    images: str = "images"
+    """Column with a row's images; `videos` is always the name of a column of videos."""
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Example:
     tools: list | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """Tools and template variables (`more`), if prompt and completion are both plain text."""
+    images: list[Any] = field(default_factory=list)
+    """Sources for `image_files.decode`, one for each {"type": "image"} in the dialogue, in order."""
     prompt: str = ""
     text: str = ""
     """The plain text, or the completion without the prompt."""
@@ -74,19 +79,51 @@ class Example:
     """True if the text is a transcript, which is rendered with a template only if `--data.chat` is on."""
 
 
-def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Example:  # noqa: B008 (frozen)
-    """Read one supervised row. system: system message for dialogues that have none.
+def example_of(
+    row: dict,
+    columns: Columns = Columns(),  # noqa: B008 (frozen)
+    system: str = "",
+    text_only: str = "this job",
+) -> Example:
+    """Read one supervised row.
+
+    system: system message for dialogues that have none. text_only: name of the reader that takes no images, for
+    messages; empty if images are read.
 
     Raises RowError if the row has none of the supported forms, or if a field is malformed.
     """
     row = Row(row)
     check_text(row)
+    if text_only:
+        if has_items(row, columns.images):
+            raise RowError(
+                f"it has images or videos, and {text_only} reads text only: leave the column out, or use spmdrl.sft "
+                "with a model that reads images"
+            )
+        return _example(row, columns, system, False)
+    example = _example(row, columns, system, True)
+    if not example.dialogue and has_items(row, columns.images):
+        if not example.prompt:
+            raise RowError("it has images and plain text: give messages, or a prompt and a completion")
+        example = as_dialogue(example, system)
+    if example.dialogue:
+        found = illustrated(row, example.dialogue.messages, columns.images)
+        if found.videos:
+            raise RowError("it has videos, which are not supported: give their frames as images")
+        example.dialogue.messages, example.images = found.messages, found.images
+    for i, message in enumerate(example.dialogue.messages if example.dialogue else (), 1):
+        if message["role"] == "assistant" and _shows_image(message["content"]):
+            raise RowError(f"message {i} (assistant) has an image, which a model cannot write: put it before the turn")
+    return example
+
+
+def _example(row: Row, columns: Columns, system: str, images: bool) -> Example:
     messages = column_of(row, columns.messages, MESSAGES)
     if messages is not None and not isinstance(messages, str):
-        return dialogue_of(row, [*earlier(row), *messages_of(messages)], columns, system)
+        return dialogue_of(row, [*earlier(row), *messages_of(messages, images)], columns, system)
     prompt, completion = column_of(row, columns.prompt, PROMPTS), column_of(row, columns.completion, COMPLETIONS)
     if prompt is not None and completion is not None:
-        return pair_of(row, prompt, completion, columns, system)
+        return pair_of(row, prompt, completion, columns, system, images)
     text = column_of(row, columns.text, TEXTS)
     if isinstance(text, str):
         if not text.strip():
@@ -121,7 +158,7 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     return value
 
 
-def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
+def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str, images: bool) -> Example:
     """Return an example with a prompt and its completion; only the completion is trained on.
 
     Raises RowError if the prompt or the completion is neither text nor messages, or if the completion is empty.
@@ -129,7 +166,7 @@ def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: s
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        before, after = [*earlier(row), *messages_of(first)], messages_of(last)
+        before, after = [*earlier(row), *messages_of(first, images)], messages_of(last, images)
         example = dialogue_of(row, [*before, *after], columns, system)
         # The prompt might contain assistant turns, but only the completion is trained on.
         added = len(example.trained) - len(before) - len(after)
@@ -188,21 +225,36 @@ def earlier(row: dict) -> list[dict]:
     return messages_of([{"role": role, "content": text} for role, text in turns])
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
+
+
+def _shows_image(content: Any) -> bool:
+    return isinstance(content, list) and any(part.get("type") == "image" for part in content)
+
+
 def _has_text(content: Any) -> bool:
+    """Return True if a message's content has text, or an image or video in place of it."""
     if isinstance(content, list):
-        return any(isinstance(part, dict) and str(part.get("text") or "").strip() for part in content)
+        return any(
+            isinstance(part, dict) and (part.get("type") != "text" or str(part.get("text") or "").strip())
+            for part in content
+        )
     return bool(str(content).strip())
 
 
-def messages_of(found: Any) -> list[dict]:
-    """Convert messages to the roles that templates use. Raises RowError if a message is malformed."""
+def messages_of(found: Any, images: bool = False) -> list[dict]:
+    """Convert messages to the roles that templates use. Raises RowError if a message is malformed.
+
+    images: whether contents may have parts that are images or videos.
+    """
     found = listed(found)
     if not isinstance(found, list) or not found:
         raise RowError(f"its messages are {kind_of(found)}, not a list of messages")
-    return [_message(i, message) for i, message in enumerate(found, 1)]
+    return [_message(i, message, images) for i, message in enumerate(found, 1)]
 
 
-def _message(i: int, message: Any) -> dict:
+def _message(i: int, message: Any, images: bool) -> dict:
     if not isinstance(message, dict):
         raise RowError(f"message {i} is {kind_of(message)}, not an object with a role and a content")
     message = {k: v for k, v in message.items() if v is not None}
@@ -223,7 +275,8 @@ def _message(i: int, message: Any) -> dict:
         raise RowError(f"the tool_calls of message {i} are {kind_of(calls)}, not a list of calls")
     if not isinstance(content, str | list):
         raise RowError(f"the content of message {i} is {kind_of(content)}, not text")
-    if isinstance(content, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    # With images, `illustrated` reads the parts.
+    if isinstance(content, list) and not images and not all(_is_text(part) for part in content):
         raise RowError(f"message {i} has parts that are not text, which is not supported")
     # An assistant message may consist only of tool calls, and a tool's answer may be empty. All others need text.
     if role not in ("assistant", "tool") and not _has_text(content):

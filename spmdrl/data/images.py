@@ -77,6 +77,11 @@ def illustrated(row: dict, messages: list[dict], images: str = "images", videos:
     return Illustrated(out, sources["image"], sources["video"])
 
 
+def has_items(row: dict, images: str = "images", videos: str = "videos") -> bool:
+    """Return True if a row's columns hold images or videos. Arguments as in `illustrated`."""
+    return bool(_items(row, images, "image") or _items(row, videos, "video"))
+
+
 def _items(row: dict, name: str, kind: str) -> list | None:
     """Return the images or videos in a column, or None if the row has no such column."""
     if not name:

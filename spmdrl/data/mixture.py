@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any
 
+from spmdrl.data.row_columns import Row
 from spmdrl.data.rowfiles import Indexed, Streamed
 from spmdrl.spmd.seeds import generator_for
 
@@ -78,7 +80,8 @@ class Permuted:
         self.drawn += 1
         number = bisect_right(self.ends, index)
         source, row = self.sources[number], index - (self.ends[number - 1] if number else 0)
-        return Drawn(source.where(row), lambda: source[row], (source.name, row))
+        folder = str(Path(source.name).parent)
+        return Drawn(source.where(row), lambda: Row(source[row], folder), (source.name, row))
 
     def state(self) -> dict[str, Any]:
         """Return the current position as a JSON-serialisable value, for `restore`."""

@@ -26,9 +26,11 @@ class RowError(ValueError):
 class Row(dict):
     """A row's columns that are not None, with a record of the columns that were read."""
 
-    def __init__(self, row: dict):
+    def __init__(self, row: dict, folder: str = ""):
+        """folder: folder of the row's file, from which relative paths in the row start; by default that of `row`."""
         super().__init__({k: v for k, v in row.items() if v is not None})
         self.read: set = getattr(row, "read", set())
+        self.folder: str = folder or getattr(row, "folder", "")
 
     def __getitem__(self, key: Any) -> Any:
         self.read.add(key)

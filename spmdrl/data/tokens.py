@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spmdrl.data.rendering import TemplateError
+from spmdrl.spmd.payload import Payload
 
 
 @dataclass
@@ -28,14 +29,21 @@ class Masked:
     """Additional values of the sequence, by name."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     """Additional per-token values, by name: tensors [L]."""
+    images: list[tuple[Payload, int, int]] = field(default_factory=list)
+    """The images that the tokens show, in order, each with the first index of its tokens and the index after them."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, count: int) -> "Masked":
-        """Return the first `count` tokens with their columns, and all numbers of the sequence."""
+        """Return the first `count` tokens with their columns, and all numbers of the sequence.
+
+        If this would cut an image, the sequence ends before the image.
+        """
+        count = min([count, *(begin for _, begin, end in self.images if begin < count < end)])
         columns = {name: column[:count] for name, column in self.columns.items()}
-        return Masked(self.tokens[:count], self.mask[:count], self.numbers, columns)
+        images = [each for each in self.images if each[2] <= count]
+        return Masked(self.tokens[:count], self.mask[:count], self.numbers, columns, images)
 
 
 def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
