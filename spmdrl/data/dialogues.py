@@ -158,7 +158,7 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     return value
 
 
-def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str, images: bool) -> Example:
+def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str, images: bool = False) -> Example:
     """Return an example with a prompt and its completion; only the completion is trained on.
 
     Raises RowError if the prompt or the completion is neither text nor messages, or if the completion is empty.

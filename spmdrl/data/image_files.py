@@ -197,7 +197,7 @@ def _check_size(width: int, height: int, name: str, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ImageError(
             f"{name} has {width} x {height} = {width * height:,} pixels, and at most {max_pixels:,} are decoded: make "
-            "it smaller, or raise the limit"
+            "it smaller"
         )
 
 

@@ -10,6 +10,7 @@ open.py          opens and closes a job on this rank
 run.py           the work that all kinds of jobs do between steps and at the end
 session.py       settings, ranks, timer, console and folder of a job
 checkpoints.py   resumes a job from its checkpoint, and saves checkpoints after steps and at preemption
+image_reader.py  reads the images of rows for a model, and expands their placeholders
 engine.py        starts the engine of a job
 engine_check.py  compares engine and trainer log p of sampled tokens before the first update
 journal.py       writes the metrics, samples and console output of each step

@@ -13,6 +13,8 @@ from spmdrl.hub.images import load_processor, process_image
 from spmdrl.hub.vision import Vision, read_vision, reads_images
 from spmdrl.spmd.payload import Payload
 
+LARGEST = 1 << 25
+"""Maximum width times height of an image; larger ones are refused before they are decoded."""
 KEPT = 256 << 20
 """Maximum number of bytes of pixels that a reader keeps for later rows with the same images."""
 
@@ -20,12 +22,9 @@ KEPT = 256 << 20
 class ImageReader:
     """Reads images for one model. Images with equal pixels are processed once."""
 
-    def __init__(self, folder: Path, vision: Vision, max_pixels: int):
-        """Load the image processor of the model in `folder`. max_pixels: largest width times height of an image.
-
-        Raises ValueError if the folder has no usable processor.
-        """
-        self.vision, self.max_pixels = vision, max_pixels
+    def __init__(self, folder: Path, vision: Vision):
+        """Load the image processor of the model in `folder`. Raises ValueError if there is no usable one."""
+        self.vision = vision
         self.processor = load_processor(folder, vision)
         self.known: OrderedDict[str, Payload] = OrderedDict()
         self.bytes = 0
@@ -36,7 +35,7 @@ class ImageReader:
         Raises RowError if an image cannot be decoded or processed.
         """
         out = []
-        for number, image in enumerate(decode_all(sources, folder, self.max_pixels), 1):
+        for number, image in enumerate(decode_all(sources, folder, LARGEST), 1):
             name = name_of(image)
             if (payload := self.known.get(name)) is None:
                 try:
@@ -58,7 +57,7 @@ class ImageReader:
             raise RowError(str(error)) from error
 
 
-def image_reader(folder: Path, tokenizer: Any, trust_remote_code: bool, max_pixels: int) -> ImageReader | None:
+def image_reader(folder: Path, tokenizer: Any, trust_remote_code: bool) -> ImageReader | None:
     """Return the reader for the model in a folder, or None if the model reads text only.
 
     Raises ValueError if the model reads images, but its family or its image processor is not supported.
@@ -69,4 +68,4 @@ def image_reader(folder: Path, tokenizer: Any, trust_remote_code: bool, max_pixe
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     if not reads_images(config):
         return None
-    return ImageReader(folder, read_vision(config, tokenizer), max_pixels)
+    return ImageReader(folder, read_vision(config, tokenizer))

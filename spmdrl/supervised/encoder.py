@@ -15,6 +15,8 @@ from spmdrl.data.row_columns import RowError
 from spmdrl.data.shown import LOOKED, UNSHOWN, check_read, unshown
 from spmdrl.data.tokens import Masked, masked
 from spmdrl.data.turns import trained_sequences
+from spmdrl.session.image_reader import ImageReader
+from spmdrl.spmd.payload import Payload
 
 
 @dataclass
@@ -29,46 +31,70 @@ class Encoded:
     For the first rows, columns that the chat template does not render (`data.shown.UNSHOWN`) are also counted."""
 
 
+def expanded(reader: ImageReader, sequence: Masked, shown: list[Payload]) -> Masked:
+    """Return a sequence with the placeholder of each image replaced by its tokens, which are never trained.
+
+    shown: the images of the row. A sequence that ends before the dialogue does shows the first ones.
+
+    Raises:
+        RowError: the chat template writes another number of placeholders than the row has images.
+    """
+    here = sequence.tokens == reader.vision.image
+    found = reader.expand(sequence.tokens, shown[: int(here.sum())])
+    mask = sequence.mask[found.origin] & ~here[found.origin]
+    images = [(payload, *span) for payload, span in zip(shown, found.spans, strict=False)]
+    return Masked(found.ids, mask, images=images)
+
+
 class Encoder:
     """Encodes rows according to the `--data` settings."""
 
-    def __init__(self, data: SupervisedDataConfig, tokenizer: Any, longest: int, train_on: str = "assistant"):
+    def __init__(
+        self,
+        data: SupervisedDataConfig,
+        tokenizer: Any,
+        longest: int,
+        train_on: str = "assistant",
+        images: ImageReader | None = None,
+    ):
         """Prepare the chat template and column names.
 
-        longest: maximum number of tokens per sequence. train_on: the value of `--sft.train-on`.
+        longest: maximum number of tokens per sequence. train_on: the value of `--sft.train-on`. images: reads the
+        images of rows; None if the model reads text only.
 
         Raises:
             TemplateError: the chat template does not render user messages.
             ValueError: the template does not use a variable of `--data.template-kwargs`.
         """
         self.data, self.tokenizer, self.longest, self.train_on = data, tokenizer, longest, train_on
+        self.images = images
         template = template_text(data.chat_template)
         self.has_template = bool(template or getattr(tokenizer, "chat_template", None))
         self.renderer = Renderer(tokenizer, template, template_kwargs(data))
         check_read(self.renderer, template_kwargs(data))
         self.looked = 0
         """Number of checked rows with tools or template variables. Only the first `LOOKED` such rows are checked."""
-        self.columns = Columns(
-            data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
-        )
+        names = data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
+        self.columns = Columns(*names, data.images_column)
 
     beside = False
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
         """Implements `Encode.__call__`."""
-        return self.encode(example_of(row, self.columns, self.data.system))
+        example = example_of(row, self.columns, self.data.system, "" if self.images else "the model")
+        return self.encode(example, getattr(row, "folder", ""))
 
-    def encode(self, example: Example) -> Encoded:
-        """Encode an example.
+    def encode(self, example: Example, folder: str = "") -> Encoded:
+        """Encode an example. folder: folder from which relative paths of its images start.
 
         Raises:
             RowError: the row cannot be used.
             TemplateError: the template rejects the row, or the tokens of a turn cannot be determined.
         """
-        return self.fitted(self.rendered(example))
+        return self.fitted(self.rendered(example, folder))
 
-    def rendered(self, example: Example) -> Encoded:
-        """Encode an example without limiting its length. Raises the same errors as `encode`."""
+    def rendered(self, example: Example, folder: str = "") -> Encoded:
+        """Encode an example without limiting its length. Arguments and errors as in `encode`."""
         data = self.data
         wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
         if not example.dialogue and example.prompt and wanted:
@@ -85,7 +111,7 @@ class Encoder:
                 "it holds messages, and the tokenizer has no chat template that would render them: give one with "
                 "--data.chat-template (for example chatml)"
             )
-        return self._dialogue(example)
+        return self._dialogue(example, folder)
 
     def _plain(self, example: Example) -> Encoded:
         """Encode text without a chat template, appending the end token if the text does not end with it.
@@ -104,9 +130,10 @@ class Encoder:
         mask[:1] = False
         return Encoded([Masked(torch.tensor(before + after, dtype=torch.int64), mask)])
 
-    def _dialogue(self, example: Example) -> Encoded:
+    def _dialogue(self, example: Example, folder: str) -> Encoded:
         assert example.dialogue
         out, trained = Encoded(), self._trained(example)
+        shown = self.images.read(example.images, folder) if self.images else []
         if (example.dialogue.tools or example.dialogue.more) and self.looked < LOOKED:
             self.looked += 1
             out.notes.update(f"{name} {UNSHOWN}" for name in unshown(self.renderer, example.dialogue))
@@ -116,7 +143,8 @@ class Encoder:
             if self.train_on == "all":
                 places = [(0, len(sequence.text))] if turns else []
             if places:
-                out.sequences.append(masked(self.tokenizer, sequence.text, places))
+                tokens = masked(self.tokenizer, sequence.text, places)
+                out.sequences.append(expanded(self.images, tokens, shown) if self.images else tokens)
                 out.notes["departs"] += sum(turn.departs for turn in turns)
                 out.notes["unstopped"] += sum(not turn.stops for turn in turns)
         if not out.sequences:

@@ -12,6 +12,7 @@ import torch
 from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Blocks, Drawn, Mixture, Permuted
+from spmdrl.data.placeholders import with_images
 from spmdrl.data.row_columns import Row, unread_line
 from spmdrl.data.rowfiles import Table, open_rows
 from spmdrl.data.shown import UNSHOWN, unshown_line
@@ -288,11 +289,13 @@ def pack(
     noise: float = 0.0,
     key: tuple[int, ...] = (),
     columns: dict[str, torch.dtype] | None = None,
+    placeholder: int | None = None,
 ) -> Batch:
     """Pack sequences into the batch of one optimizer step, in row order.
 
     noise: the value of `--sft.neftune`. key: numbers that seed the noise, together with the sequence's position.
-    columns: maps the name of each additional per-token column to its dtype.
+    columns: maps the name of each additional per-token column to its dtype. placeholder: id of the placeholder tokens
+    of a model that reads images; None for other models.
     """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
@@ -314,4 +317,6 @@ def pack(
         seed_T = batch.per_token(torch.tensor(seeds, dtype=torch.int64))
         token["noise"] = seed_T ^ (torch.arange(batch.n_tokens) - batch.cu_seqlens[batch.seq_index]) * STRIDE
         token["noise_scale"] = (noise / batch.per_token(lengths).double().sqrt()).float()
-    return batch
+    if placeholder is None:
+        return batch
+    return with_images(batch, [tuple(image for image, *_ in sequence.images) for *_, sequence in ordered], placeholder)

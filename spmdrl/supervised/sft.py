@@ -6,18 +6,20 @@ from typing import Any, cast
 
 from spmdrl.config.load import Loaded
 from spmdrl.config.sft import SFTConfig
+from spmdrl.data.batch import Batch
 from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.policy.contract import MEASURE
 from spmdrl.policy.models import Models
 from spmdrl.policy.objectives.distillation import DistillObjective, build_reader
 from spmdrl.policy.objectives.likelihood import SftObjective
+from spmdrl.session.image_reader import image_reader
 from spmdrl.session.job import Job
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.entry import settle
-from spmdrl.supervised.rows import pack
+from spmdrl.supervised.rows import Placed, pack
 from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.stored_teacher import StoredTeacher
 from spmdrl.supervised.teacher import Written, write_teacher
@@ -27,7 +29,12 @@ def begin_sft(cfg: SFTConfig) -> Start:
     """Add the tokens of `--sft.add-tokens` to the model, load its tokenizer and build the row encoder."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     folder = with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
-    return begin(cfg, folder, lambda tokenizer, longest: Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on))
+
+    def encoder(tokenizer: Any, longest: int) -> Encoder:
+        images = image_reader(folder, tokenizer, cfg.model.trust_remote_code)
+        return Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on, images)
+
+    return begin(cfg, folder, encoder)
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
@@ -51,12 +58,19 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
     share = cfg.policy.share_prompts and not cfg.sft.neftune
     plain = SftObjective(cfg.sft.loss, peers)
     stored = StoredTeacher(session, begun) if cfg.teacher.read else None
+    reader = cast(Encoder, begun.encode).images
+    placeholder = reader.vision.image if reader else None
+
+    def packed(sequences: Placed, step: int) -> Batch:
+        noise = cfg.sft.neftune * (step != MEASURE)
+        return pack(sequences, noise, (cfg.run.seed, step), placeholder=placeholder)
+
     run = assemble(
         session,
         begun,
         lambda: Models(policy(session, begun.folder, share)),
         lambda models: teacher_objective(session, models, stored) if cfg.has_teacher else plain,
-        lambda sequences, step: pack(sequences, cfg.sft.neftune * (step != MEASURE), (cfg.run.seed, step)),
+        packed,
         stored,
     )
     if cfg.has_teacher:

@@ -1,0 +1,136 @@
+"""Rows with images for SFT: tokens and masks equal transformers' own processor's, and bad rows are refused by name."""
+
+import io
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.config.sft import SFTConfig
+from spmdrl.data.row_columns import Row, RowError
+from spmdrl.hub.vision import read_vision
+from spmdrl.session.image_reader import ImageReader
+from spmdrl.spmd.payload import Payload
+from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.rows import pack
+from tests.unit import vision_models as tiny
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE{% else %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def encoder(family: str, folder: Path, max_tokens: int = 2048) -> Encoder:
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", "{{ '" + tiny.image_text(family) + "' }}")
+    (folder / "preprocessor_config.json").write_text(json.dumps(tiny.processor_settings(family)))
+    reader = ImageReader(folder, read_vision(tiny.config(family), tokenizer))
+    return Encoder(SFTConfig().data, tokenizer, max_tokens, "assistant", reader)
+
+
+def turn(text, role="user") -> dict:
+    return {"role": role, "content": text}
+
+
+def parts(*contents: str) -> list[dict]:
+    return [{"type": "image"} if each == "image" else {"type": "text", "text": each} for each in contents]
+
+
+def png(image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
+def test_tokens_and_mask_are_those_of_the_processor_in_every_form_of_a_row(family, tmp_path):
+    encode, (a, b) = encoder(family, tmp_path), tiny.images(2)
+    a.save(tmp_path / "a.png")
+    answer, second = turn("small", "assistant"), turn("large", "assistant")
+    rows = {
+        "verl": {"messages": [turn("<image>what?"), answer, turn("and<image>"), second]},
+        "trl": {"messages": [turn(parts("image", "what?")), answer, turn(parts("and", "image")), second]},
+    }
+    rows = {name: row | {"images": [{"path": "a.png"}, {"bytes": png(b)}]} for name, row in rows.items()}
+    held = [{"type": "image", "image": a}, {"type": "text", "text": "what?"}]
+    rows["in parts"] = {"messages": [turn(held), answer, turn(["and", b]), second]}
+    rows["in parts"]["messages"][2]["content"] = [{"type": "text", "text": "and"}, {"type": "image", "image": b}]
+    found = {name: encode(Row(row, str(tmp_path))).sequences for name, row in rows.items()}
+    dialogue = [turn(parts("image", "what?")), answer, turn(parts("and", "image")), second]
+    text = encode.tokenizer.apply_chat_template(dialogue, tokenize=False)
+    want = tiny.processor(family)(text=[text], images=[[a, b]], return_tensors="pt")
+    for name, (sequence,) in found.items():
+        assert torch.equal(sequence.tokens, want["input_ids"][0][: len(sequence)]), name
+        trained = encode.tokenizer.decode(sequence.tokens[sequence.mask])
+        assert trained == "small<|im_end|>large<|im_end|>", name
+        pixels = torch.cat([payload.pixels for payload, *_ in sequence.images])
+        assert torch.equal(pixels, want["pixel_values"].flatten(0, 1) if pixels.dim() == 4 else want["pixel_values"])
+    (one,), (two,) = found["verl"], found["trl"]
+    assert all(x[0] is y[0] for x, y in zip(one.images, two.images, strict=True)), "processed once"
+
+
+def test_truncation_ends_before_an_image_and_packs_hold_images_of_whole_sequences(tmp_path):
+    encode = encoder("qwen2_5_vl", tmp_path)
+    messages = [turn("<image>"), turn("yes", "assistant"), turn("or<image>this"), turn("no", "assistant")]
+    row = Row({"messages": messages, "images": tiny.images(2)})
+    (sequence,) = encode(row).sequences
+    (_, begin, end), placeholder = sequence.images[1], encode.images.vision.image
+    for longest, count in ((end, 2), (end - 1, 1), (begin + 1, 1), (begin, 1)):
+        encode.longest = longest
+        (cut,) = encode(row).sequences
+        assert len(cut) == (end if count == 2 else begin) and len(cut.images) == count
+        text = Row({"messages": [turn("plain"), turn("text", "assistant")]})
+        batch = pack([(0, 0, cut), (1, 0, *encode(text).sequences)], placeholder=placeholder)
+        assert [len(each) for each in batch.images] == [count, 0]
+    encode.longest = sequence.images[0][1] + 1
+    with pytest.raises(RowError, match="none of its trained tokens"):
+        encode(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"images": ["gone.png"]}, "gone.png"),
+        ({"images": [b"no image"]}, "damaged, or not an image"),
+        ({"images": []}, "1 places for images .* the column 'images' has 0"),
+        ({"images": "two"}, "1 places .* has 2"),
+        ({"images": ["https://example.org/a.png"]}, "download"),
+        ({"videos": [["a.png"]]}, "1 places"),
+        ({"images": "wide"}, "image 1 cannot be processed"),
+    ],
+)
+def test_bad_images_are_refused_by_name(row, problem, tmp_path):
+    encode = encoder("qwen2_5_vl", tmp_path)
+    given = {"two": tiny.images(2), "wide": [tiny.images(1)[0].resize((2, 900))]}
+    row = {k: given.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+    with pytest.raises(RowError, match=problem):
+        encode(Row({"messages": [turn("<image>what?"), turn("that", "assistant")]} | row, str(tmp_path)))
+
+
+def test_images_for_a_model_or_a_turn_that_cannot_have_them_are_refused(tmp_path):
+    encode = encoder("qwen2_5_vl", tmp_path)
+    row = {"messages": [turn("<image>what?"), turn("that", "assistant")], "images": tiny.images(1)}
+    text_only = Encoder(SFTConfig().data, encode.tokenizer, 2048)
+    with pytest.raises(RowError, match="it has images or videos, and the model reads text only"):
+        text_only(Row(row))
+    shown = turn(parts("image", "this one"), "assistant")
+    with pytest.raises(RowError, match=r"message 2 \(assistant\) has an image, which a model cannot write"):
+        encode(Row({"messages": [turn("show me"), shown], "images": tiny.images(1)}))
+    with pytest.raises(RowError, match="it has images and plain text"):
+        encode(Row({"text": "plain", "images": tiny.images(1)}))
+    # A mark is plain text where the model reads text only.
+    (sequence,) = text_only(Row({"messages": row["messages"]})).sequences
+    assert "<image>what?" in encode.tokenizer.decode(sequence.tokens)
+
+
+def test_prompt_and_completion_with_images_become_a_dialogue(tmp_path):
+    encode = encoder("qwen2_5_vl", tmp_path)
+    row = {"prompt": "what?", "completion": "that", "images": tiny.images(1)}
+    (sequence,) = encode(Row(row)).sequences
+    assert len(sequence.images) == 1 and isinstance(sequence.images[0][0], Payload)
+    assert encode.tokenizer.decode(sequence.tokens[sequence.mask]) == "that<|im_end|>"
