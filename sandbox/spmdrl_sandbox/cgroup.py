@@ -1,4 +1,4 @@
-"""Limits all processes of a sandbox together with a cgroup, if cgroup v2 lets this user create one.
+"""Uses a cgroup to limit all processes of a sandbox together, if cgroup v2 lets this user create one.
 
 Normally the watcher (`inside/watch.py`) or a per-process limit (`inside/isolate.py`) ends a program first. The cgroup
 also limits programs between two checks of the watcher. It is created inside this process's cgroup or next to it, but

@@ -1,4 +1,4 @@
-"""Sandboxes in a container engine (docker, apptainer), which runs a zygote without network or privileges.
+"""Sandboxes in containers (docker, apptainer). Each container runs a zygote without network or privileges.
 
 The image provides the system and Python 3.11 or later. Programs see no files of this machine except those of the
 package `spmdrl_sandbox`. The container isolates a program and limits its resources. It does not isolate two programs

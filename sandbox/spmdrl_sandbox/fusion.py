@@ -153,7 +153,7 @@ def request_of(program: Program, limits: Limits, language: str) -> dict[str, Any
 
 
 def outcome_of(answer: Any, limits: Limits) -> Outcome:
-    """Return the program's outcome that the service's answer reports.
+    """Return the outcome of a program from the service's answer.
 
     Raises:
         ServiceError: the service failed, or its answer is invalid.

@@ -202,7 +202,7 @@ def task_of(program: Program, limits: Limits) -> dict[str, Any]:
 
 
 def outcome_of(message: dict[str, Any]) -> Outcome:
-    """Return the program's outcome that a message of the zygote reports."""
+    """Return the outcome of a program from a message of the zygote."""
     stdout, stderr = (
         base64.b64decode(message.get(name, "")).decode("utf-8", errors="replace") for name in ("stdout", "stderr")
     )

@@ -10,7 +10,7 @@ from typing import Any
 from spmdrl.data.scores import as_number
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""Terminal control sequences (ECMA-48, CSI), such as color codes."""
+"""Terminal control sequences (ECMA-48, CSI), such as colour codes."""
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters except tab and newline."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -116,7 +116,7 @@ def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
 def valid(raw: str | bytes) -> str:
     """Return text that can be encoded as UTF-8 and has no control characters except tabs and newlines.
 
-    Invalid UTF-8, lone surrogates and control characters become U+FFFD. Terminal color codes are removed.
+    Invalid UTF-8, lone surrogates and control characters become U+FFFD. Terminal colour codes are removed.
     """
     if isinstance(raw, bytes):
         text = raw.decode("utf-8", "replace")

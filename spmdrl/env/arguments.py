@@ -14,7 +14,7 @@ class ArgumentsError(ValueError):
 
 
 def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool) -> dict[str, Any]:
-    """Return the arguments, converted to the types in a tool's schema. For example, numbers may be written as text.
+    """Return the arguments, converted to the types in a tool's schema. For example, text can become a number.
 
     function: the tool's schema, with name and parameters. closed: True to reject arguments that are not in the schema.
 

@@ -16,7 +16,7 @@ does not change when an episode is reopened."""
 
 
 class BrokenError(Exception):
-    """Raised by a tool for an error that the model did not cause. The episode is dropped without telling the model."""
+    """Raised by a tool for an error that the model did not cause. The model is not told, and the episode is dropped."""
 
 
 class Stateless:

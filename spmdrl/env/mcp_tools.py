@@ -24,7 +24,7 @@ _starting = threading.BoundedSemaphore(4)
 
 @dataclass
 class Slot:
-    """Holds a connection that one environment uses or several environments share, and the connection's lock.
+    """Holds the current connection of one environment, or of all environments that share it, and a lock for the slot.
 
     If the server has ended, the next call replaces the connection.
     """

@@ -51,7 +51,7 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
 
 
 def _wrong(message: dict[str, Any]) -> str:
-    """Return an error text if keys of a message other than role and content have invalid values, otherwise ""."""
+    """Check the keys of a message, except role and content. Return an error text, or "" if all values are valid."""
     for key in TEXTS:
         if not isinstance(message.get(key, ""), str | None):
             return f"whose {key} is not text: {str(message[key])[:100]!r}"

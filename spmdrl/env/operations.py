@@ -134,9 +134,9 @@ def by_name(tools: Iterable[Tool], owner: str) -> dict[str, Tool]:
 
 
 def checked_schema(schema: Any, owner: str) -> dict[str, Any]:
-    """Return a tool's schema in OpenAI's format, from that format or only its inner object `function`.
+    """Return a tool's schema in OpenAI's format. schema: the same format, or only its inner object `function`.
 
-    Raises ValueError if the schema has neither format. owner: the tool's origin, for the error message.
+    Raises ValueError if the schema is neither. owner: the tool's origin, for the error message.
     """
     bare = schema.get("function", schema) if isinstance(schema, Mapping) else None
     if not isinstance(bare, Mapping) or not isinstance(bare.get("name"), str) or not bare["name"]:

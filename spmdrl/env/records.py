@@ -1,4 +1,4 @@
-"""The caller's records of open environments, and the processes that run these environments."""
+"""The caller's records of environments, from which it can reopen them, and the processes that run environments."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field

@@ -55,7 +55,7 @@ def is_mine(target: object, name: str) -> bool:
 def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
     """Make an environment from the path of a YAML file, or from a class like verl's BaseTool or BaseInteraction.
 
-    settings: as in `load_yaml`. For a class, they also include `config`, and `tool_schema` if it defines no schema.
+    settings: as in `load_yaml`. For a class, they can also have `config` and, if it defines no schema, `tool_schema`.
 
     Raises:
         ValueError: the file or the class cannot be used.

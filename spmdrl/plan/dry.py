@@ -120,7 +120,8 @@ def device_of(name: str, memory: int, count: int) -> Gpu:
 def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
     """Return a summary of the first rows of `--data.train` and `--data.eval`, and an error per unusable source.
 
-    Nothing is downloaded. Hub models and data sets that are not in the local cache get a line that says so.
+    Nothing is downloaded. Data sets on a hub are not opened, and no data is opened if the model's tokenizer is not on
+    this machine. The summary has a line for each such case.
 
     train: False for an evaluation, which does not read `--data.train`.
     """

@@ -21,7 +21,7 @@ from spmdrl.weights.plan import Routes
 from spmdrl.weights.reshard import Reshard
 
 FEW = 16
-"""Maximum number of buckets to simulate. If a push has more, only the buckets near the largest one are simulated."""
+"""Maximum number of buckets to simulate. If a push has more, only those around its memory peak are simulated."""
 
 
 def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) -> None:
@@ -48,7 +48,8 @@ def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) ->
 def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors of the simulated buckets; count the bytes of all buckets.
 
-    If there are more than `FEW` buckets, only the buckets next to the most memory-intensive one are simulated.
+    If there are more than `FEW` buckets, only two consecutive buckets that together need the most memory, and their
+    neighbours, are simulated.
     """
     into, out, space = weights(plan)
     note(paper.traffic, plan)

@@ -150,7 +150,10 @@ SCATTERED = ("all-to-all", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that a phase keeps each resource of a rank busy at peak rate; the maximum is a bound on its time."""
+    """Seconds that each resource of a rank is busy in a phase at peak rate.
+
+    The maximum is a lower bound on the phase's time.
+    """
 
     matrix: float = 0.0
     nvlink: float = 0.0

@@ -104,7 +104,7 @@ def nearest(made: Plan) -> Tried:
 
 
 def _pairs(base: Row, rows: list[Row]) -> list[Change]:
-    """Return pairs of changes, sorted by how much memory each pair frees if its effects add up, most first."""
+    """Return pairs of changes, sorted by the free memory that each pair leaves if its effects add up, most first."""
 
     def least(a: Row, b: Row) -> int:
         sums = {name: a.free.get(name, left) + b.free.get(name, left) - left for name, left in base.free.items()}

@@ -33,8 +33,7 @@ class Traffic:
     """Bytes and calls of one rank's collectives."""
 
     bytes: Counter = field(default_factory=Counter)
-    """(axis, collective type) -> bytes sent. The axis `push` (weights to engines) also has an entry for bytes received.
-    """
+    """(axis, collective type) -> bytes sent. The axis `push` (weights to engines) also counts bytes received."""
     calls: Counter = field(default_factory=Counter)
     """(axis, collective type) -> number of collectives or messages."""
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)

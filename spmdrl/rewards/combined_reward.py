@@ -27,7 +27,7 @@ class Term:
 
 
 class CombinedReward(Grader):
-    """Grader whose score is the weighted sum over all combined rewards that apply to the row."""
+    """Grader whose score is the weighted sum of the scores of all combined rewards that apply to the row."""
 
     def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
         """gates: names of reward parts (see the module docstring)."""

@@ -143,7 +143,7 @@ def _trl(
 
 
 def _only(value: Any, none: bool) -> object:
-    """Return the only score in a list. none: True to accept None, if the function does not apply to the row."""
+    """Return the only score in a list. none: True to accept None, for a row that the function does not apply to."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)) or len(value) != 1:

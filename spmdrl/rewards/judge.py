@@ -126,7 +126,7 @@ class _Group:
 
 
 class Judge(Grader):
-    """Grader that asks a judge to grade each response or, with `compare` in the judge's file, to compare responses.
+    """Grader that has a judge grade each response or, with `compare` in the judge's file, compare a group's responses.
 
     Responses are compared in both orders, so that the judge's position bias cancels out. A group consists of
     `RewardInput.group` responses, which are submitted consecutively in sample order, so opponents do not depend on

@@ -1,9 +1,8 @@
 r"""The reward `numeric`, which compares the last number in a response with the ground truth within a tolerance.
 
-If there is a `\boxed{...}`, only the last box is searched for the number. Numbers can be
-written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number, including `%`, are
-ignored. The row's `extra_info` can set `tolerance` (relative to the ground truth) and `absolute_tolerance`; the larger
-one applies.
+If there is a `\boxed{...}`, only the last box is searched for the number. Numbers can be written as `-1,234.5`,
+`1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`. Units after a number, including `%`, are ignored. The row's
+`extra_info` can set `tolerance` (relative to the ground truth) and `absolute_tolerance`; the larger one applies.
 """
 
 import re

@@ -87,7 +87,7 @@ class Child:
             self.stdin.close()
 
     def await_end(self, within: float) -> None:
-        """Wait up to `within` seconds for the process to exit, but do not reap it, so that its pid stays valid."""
+        """Wait up to `within` seconds for the process to exit. It is not reaped, so its pid stays valid for `kill`."""
         until = time.monotonic() + within
         while self.process.returncode is None and time.monotonic() < until:
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
@@ -144,7 +144,7 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment variables without the rank variables, set to one thread and no GPU."""
+    """Return a child's environment: that of this process without the rank variables, and with one thread and no GPU."""
     env = {
         k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }

@@ -139,7 +139,7 @@ class Processes(Generic[P]):
             self._listener.on_exit(process, process.end())
 
     def shutdown(self) -> None:
-        """Shut down the processes. If started, they get up to `LEAVES_WITHIN` seconds to exit. Safe to call twice."""
+        """Shut down the processes. Ready ones get up to `LEAVES_WITHIN` seconds to exit. Safe to call twice."""
         for process in self.all:
             process.hang_up()
         until = time.monotonic() + LEAVES_WITHIN
