@@ -1,4 +1,4 @@
-"""Determines the order in which a job draws prompts and rows. It is the same on all ranks and after a resume.
+"""Determines the order in which a job draws prompts and rows. The order is the same on all ranks and after a resume.
 
 For given sources, the order depends only on the seed and on the number of rows drawn so far (law 3). Prompts and the
 rows of indexed sources are reshuffled every epoch, unless shuffling is off. A stream is split into blocks, each

@@ -170,7 +170,7 @@ class _Reader:
         self.over: dict[str, None] = {}
         """Non-empty columns that neither settings nor prompts use; the dict serves as an ordered set."""
         self.left: list[dict[str, str]] = []
-        """One dict per prompt: the reason why a column that a template could read was kept out of the prompt."""
+        """One dict per prompt; it maps columns that a template could read to the reasons why the prompt omits them."""
         self.refused: list[str] = []
         self.hidden: list[str] = []
         self.looked = 0

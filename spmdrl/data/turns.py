@@ -8,7 +8,7 @@ messages before the turn with a generation prompt, and E the rendering of the me
   prompt, and the turn starts at this point. The point must not depend on the turn's text: if two other texts replace
   it, E must diverge from P at the same point.
 - Some templates render earlier messages differently once the turn follows. The turn then starts in E after the last
-  part of P, which consists of the end of the previous message and the generation prompt. In training the turn follows
+  part of P, which consists of the end of the previous message and the generation prompt. In training, the turn follows
   P, as it does when a model generates it.
 - For a turn that opens a dialogue, P lacks text that templates write at the start of E, such as a system message. The
   turn is then located in the dialogue with a question added before it. If E ends with the text found this way, that

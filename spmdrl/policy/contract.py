@@ -183,10 +183,10 @@ class Policy(Protocol):
         ...
 
     def take_over(self, other: "Policy", share: float = 1.0) -> None:
-        """Average the weights with those of another policy that has the same backend and architecture.
+        """Replace the weights with their average with another policy's weights.
 
-        Both policies must have the same layout, so no communication is needed. share: weight of the other policy in the
-        average.
+        Both policies must have the same backend, architecture and layout, so no communication is needed. share: weight
+        of the other policy in the average.
         """
         ...
 

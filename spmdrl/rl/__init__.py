@@ -10,7 +10,7 @@ engine_judges.py LLM judges on the run's engine
 grade.py         sends episodes to the reward function and collects their rewards
 environment.py   the interface that environments implement, and the default single-turn environment
 agents.py        multi-turn conversations with environments in worker processes
-conversation_state.py  the state of an episode's conversation, so that later steps can resume the episode
+conversation_state.py  the state of an episode's conversation, which later steps or processes can resume
 fill_batch.py    runs rollouts until a step has enough prompts
 evaluation.py    evaluates the policy on a prompt set
 score.py         computes the inputs of the update: shaped rewards, old and reference logp, values
@@ -20,7 +20,7 @@ update.py        updates all trained models
 online_preference.py  the learning method for pairs of the policy's own samples, or for the best samples (RAFT)
 teachers.py      renders the teachers' prompts, and runs teachers in the engine
 alignment.py     distillation from a teacher with another tokenizer
-distillation.py  the learning method for distillation from one or more teachers
+distillation.py  the learning method for distillation: the teachers' logp, and responses from the data set
 compose.py       creates the Algorithm of a run from its settings
 spikes.py        saves the batch when an optimizer step is anomalous
 tool_calls.py    the format of the policy's tool calls, and the calls in an episode's turns

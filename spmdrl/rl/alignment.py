@@ -156,8 +156,8 @@ class Alignment:
 
         Returns:
             The positions of the base tokens: the student's in `batch` [N] and the teacher's in `read` [N].
-            For each of the teacher's M tokens that are not base tokens, the index of its span [M] and its position in
-                `read` [M].
+            For each of the teacher's M other tokens in the spans, the index of its span [M] and its position in `read`
+                [M].
             For each span, the range of its positions in `batch`.
         """
         last = self.cfg.distill.merge == "last"

@@ -147,7 +147,7 @@ class ConversationState:
     def state_number(self, key: str) -> int | None:
         """Return the number assigned to a state.
 
-        The initial state has number 0, as does the prompt.
+        The initial state has number 0, like the state of the prompt.
 
         key: digest of the state. Returns None if the environment does not name states.
         """

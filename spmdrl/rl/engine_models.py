@@ -85,7 +85,10 @@ class EngineModels:
                 )
 
     def load(self, name: str, memory: Memory, role: str) -> int:
-        """Load a model into the engine unless it is already loaded, and return its version. Collective (engine)."""
+        """Load a model into the engine unless it is already loaded, and return its version.
+
+        Collective over the ranks of the engine.
+        """
         assert memory.engine
         version = self.versions[name]
         if memory.engine.version != version:

@@ -59,7 +59,7 @@ class Evaluation:
         return self.prompts is not None and bool(every) and (step % every == 0 or force)
 
     def sample(self, name: str, version: int) -> list[Episode]:
-        """Evaluate the weights of one version, and return this rank's episodes. Collective over the ranks that sample.
+        """Evaluate weight version `version`, and return this rank's episodes. Collective over the ranks that sample.
 
         name: name of the evaluation, unique in the run.
 
@@ -205,7 +205,9 @@ def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, wo
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k from n samples: the probability that any of k samples is correct.
+    """Return the unbiased estimate of pass@k from n samples.
+
+    pass@k is the probability that at least one of k samples is correct.
 
     Source: https://arxiv.org/abs/2107.03374.
     """

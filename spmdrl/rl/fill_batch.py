@@ -202,8 +202,9 @@ def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn:
 
 
 def rewards_by_turn(episode: Episode) -> dict[int, float]:
-    """Return a dict that maps each turn of an episode to its reward, without rewards of 0. The last turn includes the
-    final reward.
+    """Return a dict that maps the turns of an episode to their rewards, without rewards of 0.
+
+    The reward of the last turn includes the final reward.
     """
     out = {episode.turns - 1: episode.reward - episode.turn_rewards}
     for segment in episode.segments:

@@ -295,7 +295,7 @@ def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
 
 
 def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | AtLast | None:
-    """Return the scorer for responses to the prompts, or None without a reward model.
+    """Return the reward model's scorer for responses to the prompts, or None without a reward model.
 
     Raises:
         ValueError: the reward model's tokenizer is missing or cannot render the prompts, or differs from the policy's

@@ -153,8 +153,9 @@ class UnreadableError(Exception):
 
 
 def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -> tuple[str, list[int]]:
-    """Decode tokens, and return the text and the character offset where each token ends (or CUT). before: earlier
-    tokens.
+    """Decode tokens, and return the text and the character offset where each token ends (or CUT).
+
+    before: tokens that precede these tokens.
 
     Raises:
         UnreadableError: the text of some tokens depends on other tokens.
@@ -179,7 +180,7 @@ def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -
 
 
 def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
-    """Return the shortest spans that end at a token boundary in both the student's and the teacher's tokens.
+    """Return the shortest text spans that end at a token boundary of both the student and the teacher.
 
     A token without text belongs to the next token's span, or to no span at the end of the response.
 

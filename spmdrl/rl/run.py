@@ -78,7 +78,7 @@ class Run(JobRun[Config]):
             yield step
 
     def experience(self, step: int) -> Experience:
-        """Return this step's graded experience, which may have been sampled in advance. Collective over all ranks.
+        """Return this step's graded experience, sampled now or in advance. Collective over all ranks.
 
         The result has no episodes on a rank that does not sample.
 

@@ -60,7 +60,10 @@ class Spikes:
                 self.guards[name].restore(facts)
 
     def keep(self, model: str, seen: AnomalousStep) -> str:
-        """Write this rank's sequences of a step, and return how to inspect them. Collective (ranks that train)."""
+        """Write this rank's part of a step, and return instructions for inspecting the step.
+
+        Collective over the ranks that train.
+        """
         name = f"step_{self.step:06d}" + (f"_update_{seen.share}" if seen.share else "")
         place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
         holders = self.world.holders[:, 0].tolist()

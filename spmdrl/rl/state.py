@@ -1,5 +1,4 @@
-"""Run state that checkpoints save besides the models: state that is equal on all ranks (RunState) or per rank
-(RankState).
+"""State of a run that checkpoints save besides its models: equal on all ranks (RunState) or per rank (RankState).
 
 Per-rank state consists of groups that were cut short (partial rollouts), experience sampled in advance (split
 placement), replay-buffer batches, and random number generators. The run seeds its own draws from data, so the
@@ -253,7 +252,7 @@ def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
 
 
 def experience_tree(done: Experience) -> dict:
-    """Convert a step's experience to a tree, without carried groups (`RankState.tree` saves them)."""
+    """Convert a step's experience to a tree, without its carried groups (`RankState.tree` saves the sampler's)."""
     return {
         "episodes": [episode_tree(e) for e in done.episodes],
         "drawn": done.drawn,

@@ -35,7 +35,7 @@ def teacher_prompts(
     `--distill.teacher-template` renders them if set.
 
     tokenizer: the teacher's tokenizer. chat_template: template in the format of `--data.chat-template`, or empty to use
-    the tokenizer's template. If neither is given, prompts are plain text. student: the student's prompts.
+    the tokenizer's template. Without either template, prompts are plain text. student: the student's prompts.
 
     Raises:
         ValueError: the template cannot render a row, the teacher's prompts lack a column that the student's have, or a

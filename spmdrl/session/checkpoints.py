@@ -39,7 +39,7 @@ class RankKept(Protocol):
         ...
 
     def restore(self, files: list[Path]) -> str:
-        """Restore from files saved by any number of ranks. Returns a note about lost state, if any, or ""."""
+        """Restore from files saved by any number of ranks. Returns a note about lost state, or "" if none."""
         ...
 
 

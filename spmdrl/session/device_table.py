@@ -285,7 +285,7 @@ class Memory:
 
     @contextmanager
     def _room(self, phase: Literal["rollout", "training"], what: str, owner: str = "") -> Iterator[None]:
-        """Convert an out-of-memory error in this context to an error that lists memory by owner and helpful flags.
+        """Convert an out-of-memory error in this context to one that lists memory by owner, and flags that would help.
 
         phase: the current phase. what: purpose of the memory, for the message. owner: the model or table row that is
         being moved to the device; empty if nothing is moved.

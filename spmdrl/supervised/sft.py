@@ -38,9 +38,7 @@ def begin_sft(cfg: SFTConfig) -> Start:
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
-    """Return the result of `settle`. Without `--run.dir`, a folder set with `--teacher.write` becomes the run
-    folder.
-    """
+    """Return the result of `settle`. Without `--run.dir`, the folder in `--teacher.write` becomes the run folder."""
     config = loaded.config
     if config.teacher.write and not config.run.dir:
         folder = str(Path(config.teacher.write).expanduser())

@@ -222,7 +222,7 @@ def phase_times(metrics: Mapping[str, float], phases: Sequence[str]) -> dict[str
 
 
 def number(value: float | None, name: str = "") -> str:
-    """Format a metric with three significant digits. Rates (`name` ends in `/s`) are whole numbers, and None is `-`."""
+    """Format a metric with three significant digits, a rate (`name` ends in `/s`) as a whole number, None as `-`."""
     if value is None:
         return "-"
     return f"{value:.0f}" if name.endswith("/s") else f"{value:.3g}"

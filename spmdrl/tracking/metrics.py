@@ -106,10 +106,10 @@ class Metrics:
     def reduce(self, all_reduce: AllReduce, device: torch.device | str = "cpu") -> dict[str, float]:
         """Return the results over all ranks, sorted by name, and remove all entries. Collective.
 
-        The first all-reduce (max) has a fixed size and holds the maxima and a digest of the names. The contents of the
-        second all-reduce (sum) depend on the names, so it runs only if the digests agree. Ranks with different names
-        then fail instead of adding unrelated numbers. Means with zero total weight and maxima without values are
-        omitted.
+        The first all-reduce (max) has a fixed size and holds the maxima and a digest of the names. The second
+        all-reduce (sum) has a size and an order that depend on the names, so it runs only if the digests agree.
+        Therefore, ranks with different names fail instead of adding unrelated numbers. Means with zero total weight and
+        maxima without values are omitted.
 
         device: device of the all-reduced tensors. Raises ValueError on every rank if ranks added different names, or
         more than MOST_MAXIMA maxima.

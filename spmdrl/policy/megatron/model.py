@@ -30,7 +30,7 @@ SEED = 1
 FUSED = ("bias_dropout", "bias_activation", "masked_softmax", "gradient_accumulation", "apply_rope")
 """Setting prefixes of Megatron's fused operations, which are all disabled."""
 TESTED = "0.16."
-"""Prefix of megatron-core versions that cause no warning. Only 0.16.0, which also has this prefix, causes one."""
+"""Prefix of megatron-core versions that cause no warning. The exception is 0.16.0, which does cause a warning."""
 
 
 def require() -> None:
