@@ -70,9 +70,10 @@ def clip_cov(
 
         loss = PPO's; 0 at the selected tokens
 
-    The selected tokens are drawn from the tokens with `cov_low < covariance < cov_high` that PPO does not clip. The
-    loss draws a fraction `cov_ratio` of all tokens (at least one, unless `cov_ratio` is 0), or all candidates if there
-    are fewer. See `kl_cov` for the covariance. Whether a token is drawn does not depend on which rank holds it.
+    The selected tokens are drawn from the tokens with `cov_low < covariance < cov_high` that PPO does not clip. Their
+    number is the fraction `cov_ratio` of all tokens (at least one, unless `cov_ratio` is 0), or the number of
+    candidates if that is smaller. See `kl_cov` for the covariance. Whether a token is drawn does not depend on which
+    rank holds it.
 
     Also reports `selected_fraction`. `clip_fraction` is the fraction of tokens whose PPO loss is decided by the clip.
     """

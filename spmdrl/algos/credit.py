@@ -179,9 +179,9 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     Returns are `G_t`. The sum over the vocabulary costs one extra forward pass of the policy. Every rank stores four
     fp64 numbers per sampled token of all ranks.
 
-    At a time step that only one sample reaches, the baseline is 0. If the sample's own return were the baseline, A
-    would always be 0. In a group of one, A is `G_t`. At a time step that two or more samples of a group reach, A is 0
-    (up to `eps`) if their `G_t` are equal.
+    At a time step that only one sample reaches, the baseline is 0, because A would always be 0 if the sample's own
+    return were the baseline. In a group of one, A is `G_t`. At a time step that two or more samples of a group reach, A
+    is 0 (up to `eps`) if their `G_t` are equal.
     """
     in_range("eps", eps, 0)
     logp_S, collision_S = x.need("logp")[x.mask], x.need("collision")[x.mask]

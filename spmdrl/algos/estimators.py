@@ -143,7 +143,7 @@ def _at_tokens(
 
 
 def _numbered(group: Any, rows: int) -> torch.Tensor:
-    """Return groups as int64 [B], numbered in order of first appearance. Without `group`, all rows form one group."""
+    """Return groups as int64 [B], numbered in order of first appearance. If `group` is None, there is one group."""
     items = [0] * rows if group is None else group.tolist() if hasattr(group, "tolist") else list(group)
     if len(items) != rows or any(isinstance(item, list) for item in items):
         raise ValueError(f"group must be [{rows}], one number or string for each row, got {len(items)} entries")

@@ -16,7 +16,7 @@ LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs to a policy loss, all packed [T]. Log-probabilities are for the sampled tokens, in nats."""
+    """Inputs to a policy loss, all packed [T]. The log-probabilities are those of the sampled tokens, in nats."""
 
     logp: torch.Tensor
     """Log-probability under the current policy, with gradient."""

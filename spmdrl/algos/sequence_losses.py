@@ -91,10 +91,10 @@ def sppo(x: LossInputs, *, eta: float = 1.0) -> LossResult:
         loss = (sum over the sequence of (logp - old_logp) - eta A)^2, averaged over sequences
 
     `A` is the sequence's mean advantage. This advantage should be the probability that the response beats the current
-    policy, minus 1/2. The advantage estimator `win_rate` estimates it. The default `eta` is meant for rewards on the
-    scale of a log ratio, as in https://verl.readthedocs.io/en/latest/algo/sppo.html. The paper uses 1000. In the first
-    optimizer step on a batch, the log ratio is 0, so the gradient is proportional to `eta`. The loss is multiplied by
-    the geometric mean of the sequence's importance weights.
+    policy, minus 1/2, which is the quantity that the advantage estimator `win_rate` estimates. The default `eta` is
+    meant for rewards on the scale of a log ratio, as in https://verl.readthedocs.io/en/latest/algo/sppo.html. The paper
+    uses 1000. In the first optimizer step on a batch, the log ratio is 0, so the gradient is proportional to `eta`. The
+    loss is multiplied by the geometric mean of the sequence's importance weights.
 
     Stats: `old_kl`; `sequence_log_ratio`, the sum of the log ratios; `sequence_error`, that sum minus `eta A`.
     """

@@ -24,8 +24,8 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
     The term is 0 up to a length of longest - buffer tokens, falls linearly to -factor at `longest` tokens, and stays
     -factor for longer sequences.
 
-    length_B: number of tokens that count towards the limit. longest: the limit in tokens. buffer: number of tokens
-    before the limit where the punishment starts. Raises ValueError if `buffer` is not in 1 .. longest or `factor` is
+    length_B: number of tokens that count towards the limit. longest: the limit in tokens. buffer: the punishment
+    starts this many tokens before the limit. Raises ValueError if `buffer` is not in 1 .. longest or `factor` is
     negative.
     """
     if not 0 < buffer <= longest:

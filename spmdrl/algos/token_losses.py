@@ -87,7 +87,7 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossR
         loss = -A (4 / tau) sigmoid(tau (r - 1))          tau = tau_pos where A > 0, else tau_neg
 
     The gradient equals the gradient of `-A r` times a gate `4 p (1 - p)`, where `p` is the sigmoid. The gate is 1 where
-    `r` is 1, for any tau. As `r` moves away from 1, the gate decreases, and faster for a larger tau.
+    `r` is 1, for any tau. As `r` moves away from 1, the gate decreases, and it does so faster for a larger tau.
 
     Also reports `gate`.
     """

@@ -151,7 +151,7 @@ def _tree(x: Samples) -> Turns:
     early_S = (turn_S < 0) | (parent_S < -1) | (parent_S >= turn_S)
     _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, unlike")
     # A turn without a sampled token is skipped. The children of such a turn follow the turn's parent, which is read
-    # from tokens that were not sampled.
+    # from the turn's unsampled tokens.
     number_t, turn_T = torch.unique(x.turn, return_inverse=True)
     key_m, row_T = torch.unique(x.seq * (len(number_t) + 1) + turn_T, return_inverse=True)
     row_S = row_T[x.mask]

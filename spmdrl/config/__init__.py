@@ -5,7 +5,7 @@ schema.py        settings for reinforcement learning, and those shared by all tr
 learning.py      the sections that correspond to algos/: algorithm, correction, filters, shaping, critic, safety
 evaluation.py    settings for an evaluation
 supervised.py    settings shared by jobs that train on a given data set; sft.py, preference.py and reward_model.py
-                 have the settings that only one such job reads
+                 each have the settings of one such job
 online_preference.py  settings for preference learning on the policy's own samples
 distillation.py  settings for distillation
 divergence.py    settings for the divergence from a teacher

@@ -19,7 +19,8 @@ class BuiltIn:
     has_clocks: bool = False
     """True if the reward limits its own run time, so that no response can make it time out."""
     documented: str = ""
-    """Name of the class or function whose docstring describes the score, if it differs from the reward's name."""
+    """Name of the class or function in the module whose docstring describes the score. Empty if the name is the
+    reward's own."""
 
 
 REWARDS: dict[str, BuiltIn] = {

@@ -1,4 +1,4 @@
-"""Derives from the settings of a method: its functions, the inputs that they need, and the values of `auto`.
+"""Derives a method's functions, the inputs of these functions and the values of `auto` from the method's settings.
 
 The function tables need torch, so they are imported lazily, and `--help` works without torch.
 """

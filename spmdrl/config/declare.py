@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Rule:
-    """The valid values of one setting, regardless of other settings. None is also valid if its type allows None."""
+    """The valid values of one setting, regardless of other settings. None is also valid if the type allows it."""
 
     valid: Callable[[Any], bool]
     """Function that returns True for valid values. NaN is never valid."""

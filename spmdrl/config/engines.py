@@ -182,5 +182,8 @@ alone."""
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """Return the parts of the policy that are sent to engines. If there are two parts, only the second one changes."""
+    """Return the parts of the policy that are sent to engines.
+
+    If there are two parts, only the second one changes after the first transfer.
+    """
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

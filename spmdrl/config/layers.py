@@ -28,8 +28,8 @@ to 2.5 and gamma to half of beta (https://arxiv.org/abs/2405.14734)."""
 ORIGIN = "a run of your own"
 DEMO_LR = OptimizerConfig.lr
 LR, LORA_FACTOR = 1e-6, 10
-"""Default learning rate for reinforcement learning without adapters, and the factor that multiplies it with adapters
-(https://thinkingmachines.ai/blog/lora)."""
+"""Default learning rate for reinforcement learning without adapters, and the factor by which it is multiplied for a run
+with adapters (https://thinkingmachines.ai/blog/lora)."""
 NEW_TOKENS = 1024
 MANY = 1 << 30
 CRITIC_LR = "1e-05"

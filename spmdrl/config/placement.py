@@ -33,7 +33,7 @@ def how_to_have_more(count: int) -> str:
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
-    """Return a line if no rank is left to sample or to train, and a line for each setting that needs `split`.
+    """Return a line if no rank is left to sample or to train, or for each setting that needs `split` but lacks it.
 
     If there are any lines, the number of training ranks might be wrong, so the mesh axes cannot be checked.
     """

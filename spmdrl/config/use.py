@@ -21,7 +21,7 @@ MOST_SHOWN = 3
 
 
 def check_use(loaded: Loaded[Any]) -> list[str]:
-    """Refuse settings that the user gave but the run does not read. Return lines about unread settings in files.
+    """Refuse settings that the user gave but the run does not read. Return a line for each one that is accepted.
 
     Settings are not checked if they have their defaults or come from a preset or a config.yaml that a run wrote. A
     setting in a file is accepted if a run with only the files would read it, because a flag might have turned off its

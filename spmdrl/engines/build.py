@@ -139,8 +139,8 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 for a dense model, or if the experts do not divide by
-    `.ep`.
+    """Raise ValueError if `--rollout.ep` or `.dp` exceeds 1 for a dense model, or if `.ep` does not divide the number
+    of experts.
     """
     rollout = cfg.rollout
     if rollout.ep == rollout.dp == 1:

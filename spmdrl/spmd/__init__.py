@@ -7,7 +7,7 @@ devices.py     the device of each rank
 network.py     the network interface between nodes
 peers.py       a group of ranks and the device of its collectives
 exchange.py    exchanges ragged tensors by one all_to_all; small collectives
-payload.py     processed images, held once per content, and their way between ranks
+payload.py     processed images, held once per content, and their transfer between ranks
 balance.py     gives every rank equal work (Karmarkar-Karp)
 queue.py       hands out prompts to engines
 seeds.py       random numbers keyed by data

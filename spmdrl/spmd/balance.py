@@ -14,9 +14,8 @@ CHEAPEST, FEW = 4, 32
 def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
     """Partition item indices into `parts` lists with nearly equal total costs.
 
-    Item counts differ by at most one. They may differ more if the maximum total cost would otherwise be more than 1%
-    above the mean and another partition is more even. Deterministic: ties are broken by position. Complexity: O(n log n
-    * parts).
+    Item counts differ by more than one only if the maximum total cost would otherwise be more than 1% above the mean
+    and another partition is more even. Deterministic: ties are broken by position. Complexity: O(n log n * parts).
     """
     if parts == 1:
         return [list(range(len(costs)))]

@@ -36,7 +36,8 @@ from spmdrl.tools.preflight import parse_rounds, port_of
 
 PROG = "python -m spmdrl.tools.doctor"
 SKEW = 1.0
-"""Maximum allowed clock difference between two nodes, in seconds. If it is larger, the nodes' logs cannot be merged."""
+"""Maximum allowed clock difference between two nodes, in seconds. If it is larger, the nodes' logs cannot be put in
+order."""
 JOIN = 60.0
 """How long ranks started by torchrun wait for each other, in seconds."""
 PAIR = 25.0
@@ -210,7 +211,7 @@ def _two_ranks(gpus: int, quick: bool) -> Finding:
 
 
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
-    """Return a finding that reports a rank group's bandwidth, or why the measurement failed."""
+    """Return a finding that reports a rank group's bandwidth and correct results, or why the measurement failed."""
     if found.error:
         fix = "fix the lines above first; NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL prints details"
         return fail(name, found.error, fix)

@@ -68,7 +68,7 @@ def _kind(row: dict) -> str:
 
 
 def compare(records: list[dict]) -> list[str]:
-    """Return lines that describe how the collectives of each group differ between ranks, or an empty list."""
+    """Return lines that describe how the collectives of each group differ between ranks, or [] if they do not."""
     lines = []
     names = sorted({name for record in records for name in record["groups"]})
     for name in names:

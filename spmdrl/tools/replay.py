@@ -1,7 +1,8 @@
 """Recomputes an optimizer step whose gradient norm spiked: `python -m spmdrl.tools.replay RUN/spikes/step_000012`.
 
-A single process recomputes the loss, the gradient norm and how much episodes contribute to each. It uses the batch that
-the run saved and the weights of the last checkpoint before the step. It takes no optimizer step and writes no files.
+A single process recomputes the loss and the gradient norm, and finds out how much episodes contribute to them. It uses
+the batch that the run saved and the weights of the last checkpoint before the step. It takes no optimizer step and
+writes no files.
 
     --model PATH   use the weights of this folder or hub name instead (as --model.path)
     --top N        show N episodes (8)

@@ -124,8 +124,8 @@ class Routes:
         overlap. wanted: boxes needed by each rank, without overlap within a rank. me: this rank. pieces: int64, piece
         index of each box that this rank holds. buckets: int64 [tensors], bucket index of each tensor, ascending.
 
-        Raises ValueError if no rank holds some part of a box that this rank needs, or if distinct boxes that hold this
-        part overlap.
+        Raises ValueError if no rank holds some part of a box that this rank needs, or if distinct held boxes overlap
+        within such a box.
         """
         self.entries = entries
         count = 1 + int(buckets[-1]) if len(buckets) else 0

@@ -37,7 +37,7 @@ class CorruptWeightsError(RuntimeError):
 
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
-    """List all tensors whose slices the ranks of a group hold.
+    """List all tensors of which at least one rank of the group holds a slice.
 
     Collective. All ranks return the same list.
 
@@ -93,7 +93,7 @@ class Reshard:
         in bytes, counting whole tensors. A larger tensor gets its own bucket. over: process group for the transfer, or
         None for the default group.
 
-        Raises ValueError if no rank holds some part of a needed box, or if distinct boxes that hold this part overlap.
+        Raises ValueError if no rank holds some part of a needed box, or if distinct held boxes overlap within it.
         """
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]

@@ -29,7 +29,7 @@ ROUNDED = 0.1
 FAILED = 1e30
 """Difference recorded for a decoding method whose forward pass raises an error."""
 TIMES = 2
-"""A cache is also accepted if its difference is at most TIMES as large as the difference without a cache."""
+"""A cache is also accepted if its difference is at most this many times the difference without a cache."""
 LENGTHS, MORE = (3, 12), 4
 """Prompt lengths in `Decoder.check`, and the number of tokens decoded after each prompt."""
 

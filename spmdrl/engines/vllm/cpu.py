@@ -131,7 +131,7 @@ def name_shared_memory(token: str) -> list[str]:
     vLLM derives the name from its rendezvous address, which is the same for every job on the machine under an external
     launcher. A second job, or one started after a killed job, would find the name in use and fail to start.
 
-    Returns a list that grows as vLLM creates names.
+    Returns a list. When vLLM creates a name, the name is appended to this list.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 

@@ -67,7 +67,9 @@ def rehearse(llm: Any, cfg: Config) -> None:
 
 
 def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | None]:
-    """Start vLLM's LLM for this rank. On CPU, its packed weights are also returned. Collective over the sampling ranks.
+    """Start vLLM's LLM for this rank. Collective over the sampling ranks.
+
+    Returns the LLM and, on CPU, its packed weights.
 
     routed: as in `build_llm`.
     """
