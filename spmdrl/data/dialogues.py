@@ -8,7 +8,7 @@
 Other columns (`row_columns.py`) hold a system message, earlier exchanges, tools, and chat template variables.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmdrl.data.images import has_items, illustrated
@@ -94,27 +94,38 @@ def example_of(
     """
     row = Row(row)
     check_text(row)
-    if text_only:
-        if has_items(row, columns.images):
-            raise RowError(
-                f"it has images or videos, and {text_only} reads text only: leave the column out, or use spmdrl.sft "
-                "with a model that reads images"
-            )
-        return _example(row, columns, system, False)
-    example = _example(row, columns, system, True)
+    check_text_only(row, columns, text_only)
+    example = _example(row, columns, system, not text_only)
+    return example if text_only else illustrated_example(row, example, columns, system)
+
+
+def check_text_only(row: dict, columns: Columns, text_only: str) -> None:
+    """Raise RowError if a row has images or videos, but its reader takes text only. text_only: as in `example_of`."""
+    if text_only and has_items(row, columns.images):
+        raise RowError(
+            f"it has images or videos, and {text_only} reads text only: leave the column out, or use spmdrl.sft or "
+            "spmdrl.preference with a model that reads images"
+        )
+
+
+def illustrated_example(row: dict, example: Example, columns: Columns, system: str) -> Example:
+    """Return an example of a row with the images that stand in it. A prompt with a completion becomes a dialogue.
+
+    Raises RowError if images and their places disagree, or if an image stands in an assistant's turn.
+    """
     if not example.dialogue and has_items(row, columns.images):
         if not example.prompt:
             raise RowError("it has images and plain text: give messages, or a prompt and a completion")
         example = as_dialogue(example, system)
-    if example.dialogue:
-        found = illustrated(row, example.dialogue.messages, columns.images)
-        if found.videos:
-            raise RowError("it has videos, which are not supported: give their frames as images")
-        example.dialogue.messages, example.images = found.messages, found.images
-    for i, message in enumerate(example.dialogue.messages if example.dialogue else (), 1):
+    if not example.dialogue:
+        return example
+    found = illustrated(row, example.dialogue.messages, columns.images)
+    if found.videos:
+        raise RowError("it has videos, which are not supported: give their frames as images")
+    for i, message in enumerate(found.messages, 1):
         if message["role"] == "assistant" and _shows_image(message["content"]):
             raise RowError(f"message {i} (assistant) has an image, which a model cannot write: put it before the turn")
-    return example
+    return replace(example, dialogue=replace(example.dialogue, messages=found.messages), images=found.images)
 
 
 def _example(row: Row, columns: Columns, system: str, images: bool) -> Example:

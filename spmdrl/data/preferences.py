@@ -15,9 +15,11 @@ from spmdrl.data.dialogues import (
     PROMPTS,
     Columns,
     Example,
+    check_text_only,
     column_of,
     dialogue_of,
     earlier,
+    illustrated_example,
     messages_of,
     pair_of,
 )
@@ -50,19 +52,30 @@ class Preference:
     """Margin in favor of the chosen side, or None if the row has none."""
 
 
-def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:
-    """Read one preference row. system: system message for dialogues that have none.
+def preference_of(row: dict, columns: PreferenceColumns, system: str = "", text_only: str = "this job") -> Preference:
+    """Read one preference row. The images of a row belong to all of its sides.
+
+    system: system message for dialogues that have none. text_only: as in `example_of`.
 
     Raises RowError if the row is neither a pair nor a labelled response, if its sides are equal or answer different
     prompts, or if a column is malformed.
     """
     row = Row(row)
     check_text(row)
+    check_text_only(row, columns, text_only)
+    found = _preference(row, columns, system, not text_only)
+    if not text_only:
+        sides = {side: illustrated_example(row, each, columns, system) for side, each in found.sides.items()}
+        found = Preference(sides, found.margin)
+    return found
+
+
+def _preference(row: Row, columns: PreferenceColumns, system: str, images: bool) -> Preference:
     if columns.chosen in row and columns.rejected in row:
-        return Preference(_pair(row, columns, system), _margin(row, columns.margin))
+        return Preference(_pair(row, columns, system, images), _margin(row, columns.margin))
     prompt, completion = column_of(row, columns.prompt, PROMPTS), column_of(row, columns.completion, COMPLETIONS)
     if prompt is not None and completion is not None and columns.label in row:
-        example = pair_of(row, prompt, completion, columns, system)
+        example = pair_of(row, prompt, completion, columns, system, images)
         return Preference({CHOSEN if _wanted(row[columns.label]) else REJECTED: example})
     raise RowError(
         f"its columns are {', '.join(map(str, row)) or 'none'}: it needs {columns.chosen} and {columns.rejected}, or a "
@@ -86,7 +99,7 @@ def _margin(row: dict, column: str) -> float | None:
     return None if margin is None else float(margin)
 
 
-def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Example]:
+def _pair(row: dict, columns: PreferenceColumns, system: str, images: bool) -> dict[int, Example]:
     given = [listed(row[name]) for name in (columns.chosen, columns.rejected)]
     prompt = listed(column_of(row, columns.prompt, PROMPTS))
     if prompt is None and earlier(row):
@@ -100,12 +113,12 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
         raise RowError(f"its sides are {kind_of(given[0])}: they must be text or messages")
     if given[0] == given[1]:
         raise RowError("its chosen and rejected sides are equal")
-    if isinstance(given[0], list) and (prompt is None or _whole(given)):
-        return _dialogues(row, prompt, given, columns, system)
+    if isinstance(given[0], list) and (prompt is None or _whole(given, images)):
+        return _dialogues(row, prompt, given, columns, system, images)
     plain = prompt is None
     if plain:
         prompt, given = _split(given)
-    out = _examples(given, lambda text: pair_of(row, prompt, text, columns, system))
+    out = _examples(given, lambda text: pair_of(row, prompt, text, columns, system, images))
     for example in out.values():
         example.plain = plain
     return out
@@ -122,14 +135,16 @@ def _examples(sides: list, read: Callable[[Any], Example]) -> dict[int, Example]
     return out
 
 
-def _whole(given: list) -> bool:
+def _whole(given: list, images: bool) -> bool:
     """Return True if both sides are complete dialogues rather than just answers."""
-    return all(messages_of(side)[0]["role"] != "assistant" for side in given)
+    return all(messages_of(side, images)[0]["role"] != "assistant" for side in given)
 
 
-def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, system: str) -> dict[int, Example]:
+def _dialogues(
+    row: dict, prompt: Any, given: list, columns: PreferenceColumns, system: str, images: bool
+) -> dict[int, Example]:
     """Return both sides as dialogues. Their common leading messages are the prompt, which is not trained on."""
-    chosen, rejected = (messages_of(side) for side in given)
+    chosen, rejected = (messages_of(side, images) for side in given)
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
@@ -144,7 +159,7 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
             )
     if isinstance(prompt, str) and not any(m["content"] == prompt for m in chosen[:common]):
         raise RowError(f"its sides do not answer its prompt {prompt[:40]!r}, which is not a message that they share")
-    if isinstance(prompt, list) and chosen[: len(before := messages_of(prompt))] != before:
+    if isinstance(prompt, list) and chosen[: len(before := messages_of(prompt, images))] != before:
         raise RowError("its sides do not begin with its prompt")
     out = _examples([chosen, rejected], lambda messages: dialogue_of(row, messages, columns, system))
     for i, messages in enumerate((chosen, rejected)):

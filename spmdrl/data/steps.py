@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from spmdrl.data.dialogues import PROMPTS, Columns, Example, column_of, pair_of
+from spmdrl.data.dialogues import PROMPTS, Columns, Example, check_text_only, column_of, pair_of
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 MARK = "\ufffd"
@@ -120,6 +120,7 @@ def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") 
     """
     row = Row(row)
     check_text(row)
+    check_text_only(row, columns, "this job")
     prompt = column_of(row, columns.prompt, PROMPTS)
     if prompt is None or not has_steps(row, columns):
         raise RowError(

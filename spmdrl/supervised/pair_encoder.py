@@ -14,6 +14,7 @@ from spmdrl.data.rendering import Dialogue, TemplateError
 from spmdrl.data.row_columns import RowError
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.objectives.pairs import MISMATCHED
+from spmdrl.session.image_reader import ImageReader
 from spmdrl.supervised.encoder import Encoded, Encoder
 from spmdrl.supervised.rows import Placed, pack
 
@@ -21,22 +22,32 @@ from spmdrl.supervised.rows import Placed, pack
 class PairEncoder:
     """Encodes rows according to the `--data` settings. Each sequence is one side of a pair or one labelled response."""
 
-    def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
+    def __init__(
+        self,
+        data: PreferenceDataConfig,
+        tokenizer: Any,
+        longest: int,
+        pairs: bool,
+        beside: bool = False,
+        images: ImageReader | None = None,
+    ):
         """Read the settings.
 
         pairs: whether rows must be pairs. Otherwise each side is a labelled response, and a row may have just one.
         beside: whether to add sequences that combine this row's prompt with the previous row's responses. These
-        sequences are not trained on; KTO uses them to estimate the KL.
+        sequences are not trained on; KTO uses them to estimate the KL. images: reads the images of rows; None if the
+        job or its model reads text only.
 
         Raises:
             TemplateError: the chat template does not render user messages.
         """
-        self.encoder, self.system = Encoder(data, tokenizer, longest), data.system
+        self.encoder, self.system = Encoder(data, tokenizer, longest, images=images), data.system
         self.pairs, self.beside = pairs, beside
         self.columns = PreferenceColumns(
             prompt=data.prompt_column,
             completion=data.completion_column,
             tools=data.tools_column,
+            images=data.images_column,
             chosen=data.chosen_column,
             rejected=data.rejected_column,
             label=data.label_column,
@@ -45,12 +56,12 @@ class PairEncoder:
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
         """Implements `Encode.__call__`."""
-        found = preference_of(row, self.columns, self.system)
+        found, folder = self._read(row), getattr(row, "folder", "")
         if self.pairs and len(found.sides) < 2:
             raise RowError("it holds one labelled response, and this loss needs pairs: give pairs, or use kto or bco")
         out = Encoded(samples=list(found.sides))
         for side, example in found.sides.items():
-            one = self._side(SIDES[side], example)
+            one = self._side(SIDES[side], example, folder)
             out.notes += one.notes
             out.sequences += one.sequences
         if len(out.sequences) < len(found.sides):
@@ -64,15 +75,18 @@ class PairEncoder:
                 sequence.numbers["margin"] = found.margin
         for example in self._mismatched(found, before) if before else []:
             with suppress(ValueError):  # examples that cannot be encoded are omitted from the estimate
-                out.sequences += self.encoder.encode(example).sequences[:1]
+                out.sequences += self.encoder.encode(example, folder).sequences[:1]
         more = len(out.sequences) - len(out.samples)
         out.samples += range(MISMATCHED, MISMATCHED + more)
         return out
 
+    def _read(self, row: dict) -> Preference:
+        return preference_of(row, self.columns, self.system, "" if self.encoder.images else "this job or its model")
+
     def _mismatched(self, found: Preference, before: dict) -> list[Example]:
         """Return examples that combine this row's prompt with each response of another row."""
         try:
-            others = preference_of(before, self.columns, self.system).sides.values()
+            others = self._read(before).sides.values()
         except RowError:
             return []
         out = []
@@ -81,9 +95,9 @@ class PairEncoder:
                 out.append(answered(next(iter(found.sides.values())), other, self.system))
         return out
 
-    def _side(self, side: str, example: Example) -> Encoded:
+    def _side(self, side: str, example: Example, folder: str) -> Encoded:
         try:
-            out = self.encoder.encode(example)
+            out = self.encoder.encode(example, folder)
         except (RowError, TemplateError) as e:
             raise RowError(f"its {side} side: {e}") from e
         if len(out.sequences) > 1:
@@ -109,7 +123,7 @@ def answered(prompt: Example, response: Example, system: str = "") -> Example:
     turn, other = (_response(each) for each in (prompt, response))
     messages = prompt.dialogue.messages[:turn] + response.dialogue.messages[other:]
     dialogue = Dialogue(messages, prompt.dialogue.tools, prompt.dialogue.more)
-    return Example(dialogue, [False] * turn + response.trained[other:])
+    return Example(dialogue, [False] * turn + response.trained[other:], images=prompt.images)
 
 
 def _response(example: Example) -> int:
@@ -129,14 +143,15 @@ def pack_pair_sides(
     share: bool,
     numbers: dict[str, float] | None = None,
     columns: dict[str, torch.dtype] | None = None,
+    placeholder: int | None = None,
 ) -> Batch:
     """Pack the sides of pairs, or labelled responses, into the batch of one optimizer step.
 
     pairs: whether both sides of a row must be on the same rank and in the same micro-batch. share: whether to compute
     their common prompt only once. numbers: maps the name of each per-sequence number to the default for sequences
-    without it. columns: same as in `pack`.
+    without it. columns, placeholder: same as in `pack`.
     """
-    batch = pack(sequences, columns=columns)
+    batch = pack(sequences, columns=columns, placeholder=placeholder)
     ordered = sorted(sequences, key=lambda each: each[:2])
     if pairs:
         batch.seq["unit"] = batch.seq["position"]

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.policy.contract import Objective
 from spmdrl.policy.models import Models, check_alike, shares_prompts
 from spmdrl.policy.objectives.pairs import LabelledObjective, PairObjective
+from spmdrl.session.image_reader import image_reader
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.supervised.build import Start, assemble, begin, digest, frozen, policy
@@ -35,7 +36,12 @@ def begin_preference(cfg: PreferenceConfig) -> Start:
     """Load the tokenizer and build the row encoder."""
     folder, pairs = resolve(cfg.model.path, cfg.model.trust_remote_code), has_pairs(cfg.preference)
     beside = any(takes_other_prompts(name) for name in losses_of(cfg.preference))
-    return begin(cfg, folder, lambda tokenizer, longest: PairEncoder(cfg.data, tokenizer, longest, pairs, beside))
+
+    def encoder(tokenizer: Any, longest: int) -> PairEncoder:
+        images = image_reader(folder, tokenizer, cfg.model.trust_remote_code)
+        return PairEncoder(cfg.data, tokenizer, longest, pairs, beside, images)
+
+    return begin(cfg, folder, encoder)
 
 
 def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
@@ -46,7 +52,9 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
     ahead = cfg.reference.precompute
     average = is_average(cfg.reference) and cfg.policy.backend == "fsdp"
     reference = partial(frozen, session, cfg.reference.path, "--reference.path", average=average)
-    plain = partial(pack_pair_sides, pairs=pairs, share=share)
+    reader = cast(PairEncoder, begun.encode).encoder.images
+    placeholder = reader.vision.image if reader else None
+    plain = partial(pack_pair_sides, pairs=pairs, share=share, placeholder=placeholder)
     columns = {"ref_logp": torch.float64 if cfg.model.dtype == "float64" else torch.float32} if ahead else None
 
     def models() -> Models:

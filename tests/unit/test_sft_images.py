@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.sft import SFTConfig
 from spmdrl.data.row_columns import Row, RowError
+from spmdrl.data.steps import StepColumns, steps_of
 from spmdrl.hub.vision import read_vision
 from spmdrl.session.image_reader import ImageReader
 from spmdrl.spmd.payload import Payload
 from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
 from spmdrl.supervised.rows import pack
 from tests.unit import vision_models as tiny
 
@@ -134,3 +137,48 @@ def test_prompt_and_completion_with_images_become_a_dialogue(tmp_path):
     (sequence,) = encode(Row(row)).sequences
     assert len(sequence.images) == 1 and isinstance(sequence.images[0][0], Payload)
     assert encode.tokenizer.decode(sequence.tokens[sequence.mask]) == "that<|im_end|>"
+
+
+def pair_encoder(family: str, folder: Path, pairs: bool = True, beside: bool = False) -> PairEncoder:
+    one = encoder(family, folder)
+    return PairEncoder(PreferenceConfig().data, one.tokenizer, 2048, pairs, beside, one.images)
+
+
+def test_both_sides_of_a_pair_show_the_images_of_its_row(tmp_path):
+    encode, picture = pair_encoder("qwen2_5_vl", tmp_path), tiny.images(1)
+    prompt, good, bad = turn("<image>what?"), turn("this", "assistant"), turn("that", "assistant")
+    rows = [
+        {"chosen": [prompt, good], "rejected": [prompt, bad]},
+        {"prompt": [turn(parts("image", "what?"))], "chosen": [good], "rejected": [bad]},
+        {"prompt": "what?", "chosen": "this", "rejected": "that"},
+    ]
+    found = [encode(Row(row | {"images": picture})).sequences for row in rows]
+    for chosen, rejected in found:
+        assert [len(side.images) for side in (chosen, rejected)] == [1, 1]
+        assert chosen.images[0][0] is rejected.images[0][0] is found[0][0].images[0][0], "processed once"
+        texts = [encode.encoder.tokenizer.decode(side.tokens[side.mask]) for side in (chosen, rejected)]
+        assert texts == ["this<|im_end|>", "that<|im_end|>"]
+        assert torch.equal(chosen.tokens, found[0][0].tokens)
+    batch = pack_pair_sides([(0, 0, found[0][0]), (0, 1, found[0][1])], True, True, placeholder=6)
+    assert [len(row) for row in batch.images] == [1, 1]
+
+
+def test_responses_of_other_rows_follow_the_images_of_this_one(tmp_path):
+    encode, (a, b) = pair_encoder("qwen2_5_vl", tmp_path, False, True), tiny.images(2)
+    rows = [
+        Row({"prompt": "<image>what?", "completion": text, "label": True, "images": [image]})
+        for text, image in (("this", a), ("that", b))
+    ]
+    own, mixed = encode(rows[0], rows[1]).sequences
+    assert own.images[0][0] is mixed.images[0][0]
+    assert encode.encoder.tokenizer.decode(mixed.tokens).endswith("that<|im_end|>\n"[: len("that<|im_end|>")])
+
+
+def test_jobs_that_read_text_only_refuse_rows_with_images(tmp_path):
+    tokenizer = encoder("qwen2_5_vl", tmp_path).tokenizer
+    row = {"prompt": "what?", "chosen": "this", "rejected": "that", "images": tiny.images(1)}
+    with pytest.raises(RowError, match="this job or its model reads text only"):
+        PairEncoder(PreferenceConfig().data, tokenizer, 2048, True)(Row(row))
+    steps = {"prompt": "what?", "completions": ["this"], "labels": [True], "images": tiny.images(1)}
+    with pytest.raises(RowError, match="this job reads text only"):
+        steps_of(steps, StepColumns(), "\n\n")
