@@ -18,6 +18,7 @@ from spmdrl.config.schema import DataConfig
 from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import as_messages, encode, template_text
+from spmdrl.data.images import has_items
 from spmdrl.data.prompt_columns import (
     around_prompt,
     column_names,
@@ -176,10 +177,16 @@ class _Reader:
         self.looked = 0
 
     def read(self, index: int) -> Prompt | None:
-        """Return a row's prompt, or None if tokenizers cannot encode it. Raises ValueError, which names the row."""
+        """Return a row's prompt, or None if it has images or no tokenizer can encode it.
+
+        Raises ValueError, which names the row.
+        """
         row, place = self.source.rows[index], self.source.where(index)
         try:
             check_text(row)
+            # An environment may show them in its own way.
+            if not self.begun and has_items(row):
+                raise RowError("it has images or videos, and prompts are text only: leave the column or the row out")
         except RowError as e:
             self.refused.append(f"{place}: {e}")
             return None

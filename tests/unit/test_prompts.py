@@ -156,7 +156,7 @@ def test_parquet_and_values_that_json_lacks(tok, tmp_path):
             "prompt": ["a", "b"],
             "answer": [decimal.Decimal("1.5"), None],
             "day": [datetime.date(2024, 5, 1)] * 2,
-            "image": [b"\x89PNG"] * 2,
+            "raw": [b"\x89PNG"] * 2,
         }
     )
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
@@ -279,6 +279,17 @@ def test_an_empty_prompt_is_refused(tmp_path):
     empty = char_tokenizer("{{ '' }}")
     with pytest.raises(ValueError, match="x.jsonl:1: the prompt is empty"):
         load(spec, empty)
+
+
+def test_rows_with_images_are_refused(tok, tmp_path):
+    rows = [{"prompt": "q", "answer": "a", "images": []}] * 30 + [
+        {"prompt": "<image>q", "answer": 1, "images": ["a.png"]}
+    ]
+    prompts = load(write_jsonl(tmp_path / "x.jsonl", rows), tok)
+    assert len(prompts.prompts) == 30
+    assert any("the first is" in line and "x.jsonl:31: it has images" in line for line in prompts.left)
+    with pytest.raises(ValueError, match="x.jsonl:1: it has images or videos, and prompts are text only"):
+        load(write_jsonl(tmp_path / "x.jsonl", rows[-1:]), tok)
 
 
 # -- which prompts a step takes ---------------------------------------------------------------------------------------
