@@ -13,19 +13,20 @@ import torch
 from spmdrl_kernels import host
 
 WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 320 * 2**20}
-"""Maximum number of bytes of logits in memory at the same time; on a CPU about the size of its cache. For 16-bit
+"""Maximum size in bytes of the logits in memory at any time. On a CPU, this is about the size of the cache. For 16-bit
 inputs, the gradient of these logits takes half as many additional bytes."""
 WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 600 * 2**20}
-"""Maximum number of bytes of logits in memory at the same time if all columns of a row are needed at once. On a GPU
-these are 2,048 rows at V=151936 in 16 bits: on an H100, four chunks of this size took 3 ms less than five of 1,648
+"""Maximum size in bytes of the logits in memory at any time if all columns of a row are needed at once. On a GPU, this
+is enough for 2,048 rows at V=151936 in 16 bits. On an H100, four chunks of this size took 3 ms less than five of 1,648
 rows."""
 EXACT_BYTES = {"cpu": 2 * 2**20, "gpu": 256 * 2**20}
-"""Maximum number of bytes of fp32 logits in memory before they are rounded to a 16-bit dtype. On an H200, smaller
+"""Maximum size in bytes of the fp32 logits in memory before they are rounded to a 16-bit dtype. On an H200, smaller
 pieces were slower, because the host launches short kernels more slowly than the device computes them."""
 BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
-"""Maximum number of rows of a block."""
+"""Maximum number of rows per block."""
 INVARIANT_ROWS = {"cpu": 64, "gpu": 512}
-"""Number of rows of every block if the results for a row must not depend on the other rows of a call."""
+"""Default number of rows per block for batch-invariant calls, in which a row's results do not depend on the other
+rows."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def place_of(device: torch.device) -> str:
 def plan_blocks(
     tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None, columns: int | None = None
 ) -> Blocks:
-    """Return blocks of these numbers of rows and columns; a number that is None depends on `like`'s device.
+    """Return blocks with the given numbers of rows and columns. A number that is None is chosen for `like`'s device.
 
     If only `columns` is given, more columns mean fewer rows. Blocks of given rows and columns may exceed the workspace.
     """
@@ -79,7 +80,7 @@ def plan_blocks(
 
 
 def plan_rows(tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None) -> Blocks:
-    """Return blocks of complete rows. rows: number of rows of a block; None to fill WHOLE_ROW_BYTES."""
+    """Return blocks of complete rows. rows: number of rows per block; None to fill WHOLE_ROW_BYTES."""
     numbers = WHOLE_ROW_BYTES[place_of(like.device)] // like.element_size()
     return Blocks(tokens, vocab, rows or even(tokens, numbers // max(1, vocab)), max(1, vocab))
 

@@ -59,7 +59,7 @@ def chunked_loss(
     Arguments are as in `linear_logprob`, except:
 
     - loss_fn: see `LossFn`. Each token's loss includes its final weight (such as 1 / global count), does not depend on
-      other tokens, and has a gradient through logp and entropy only. It may also be called with zero tokens.
+      other tokens, and has a gradient through logp and entropy only. `loss_fn` may also be called with zero tokens.
     - inputs: tensors [T, ...] without gradient (advantages, old logp); `loss_fn` gets the chunk's rows of each.
     - entropy: whether `loss_fn` gets the entropy.
     - group: its ranks run a few collectives in each chunk, so `chunk_tokens` must be the same on all of them.

@@ -19,7 +19,7 @@ from spmdrl_kernels.vocabulary import Vocabulary
 HELD = 6
 """Number of [C, V] tensors that a chunk and one teacher need in memory at the same time."""
 BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
-"""Maximum number of bytes of these tensors together, which determines the number of rows of a chunk."""
+"""Maximum total size in bytes of the `HELD` tensors, which determines how many rows a chunk has by default."""
 
 
 def distillation_loss(

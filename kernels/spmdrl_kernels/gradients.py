@@ -50,7 +50,8 @@ class Gradients:
     def add(self, rows: slice, columns: slice, gradient_CV: torch.Tensor, spare_CV: torch.Tensor) -> None:
         """Add the gradient of one block of logits. Blocks must be added in the order of `Blocks.products`.
 
-        spare_CV: the result of `workspace`, which this method may overwrite. It may be gradient_CV itself.
+        spare_CV: the result of `workspace`, which this method may overwrite. spare_CV and gradient_CV may be the same
+        tensor.
         """
         low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
         if self.weight_sum is not None:

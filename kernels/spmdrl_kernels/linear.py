@@ -57,8 +57,8 @@ def linear_logprob(
             are ids in the complete vocabulary. Hidden states, targets, temperature, mask and upstream gradients must be
             the same on all ranks. The forward runs three small collectives. The backward runs one of [T, D], which
             gives every rank the complete gradient of hidden_TD; the weight's gradient is that of this rank's rows.
-        group_rows: number of rows of each rank of the group, so that the host need not wait for the device to know
-            them; None to gather them.
+        group_rows: number of weight rows on each rank of the group; None to gather these numbers, which makes the host
+            wait for the device.
         valid_vocab: rows of the complete weight that are used, from the first; others are padding. None for all rows.
         batch_invariant: whether a row's results and its gradient of hidden_TD are bitwise independent of the other rows
             in the call. If true, all blocks have the same number of rows; kernels/README.md lists the cost.
@@ -121,11 +121,12 @@ def kept_rows(
 def _padded(
     hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float | torch.Tensor, rows: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor, int]:
-    """Return the inputs padded with zeros to complete blocks, and the number of rows of a block.
+    """Return the inputs padded to complete blocks, and the number of rows per block.
 
-    So all matmuls have the same shape, and the matmul library uses the same kernel for any number of tokens.
+    With this padding, all matmuls have the same shape, and the matmul library uses the same kernel for any number of
+    tokens.
 
-    rows: number of rows of a block; None for the device's `INVARIANT_ROWS`.
+    rows: number of rows per block; None for the device's `INVARIANT_ROWS`.
     """
     rows = rows or INVARIANT_ROWS[place_of(hidden_TD.device)]
     more = -len(hidden_TD) % rows

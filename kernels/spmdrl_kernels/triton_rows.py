@@ -16,7 +16,7 @@ GRADIENT_BLOCK = 2048
 STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 2, 4
 STATS_LANES_FP64, STATS_STEPS_FP64 = 256, 2
 """A program of the stats kernel processes up to LANES * STEPS columns at a time; one thread processes all steps of a
-lane. STATS_WARPS is the number of warps of a program."""
+lane. STATS_WARPS is the number of warps per program."""
 RESULTS_BLOCK: Any = 256
 """Number of rows that one program of the results kernel processes."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

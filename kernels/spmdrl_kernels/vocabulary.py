@@ -33,8 +33,8 @@ def clear_(state_4T: torch.Tensor) -> torch.Tensor:
 def new_state(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a state [4, tokens] for a part of the vocabulary with this number of columns.
 
-    Its values are undefined: the operation on the first columns sets them. If there are no columns, the state is
-    cleared.
+    The values in the state are undefined until the operation on the first columns sets them. If there are no columns,
+    the state is cleared.
     """
     state_4T = torch.empty(4, tokens, dtype=dtype, device=device)
     return state_4T if columns else clear_(state_4T)
@@ -110,12 +110,13 @@ def open_vocabulary(
 ) -> Vocabulary:
     """Return this rank's part of the vocabulary, which is divided in the order of ranks. Collective.
 
-    rows: number of rows of this rank's weight. ordered: see `Vocabulary`. group_rows: number of rows of each rank; None
-    to gather them, for which the host waits for the device.
+    rows: number of rows in this rank's weight. ordered: see `Vocabulary`. group_rows: number of rows per rank; None to
+    gather these numbers, which makes the host wait for the device.
 
     Raises:
-        ValueError: ranks of the group have different targets or other numbers of rows, or valid_vocab does not fit. On
-            a GPU, a later call raises the error about targets and rows if group_rows is given (`deferred.py`).
+        ValueError: ranks of the group have different targets, their row counts differ from group_rows, or valid_vocab
+            does not fit. On a GPU, a later call raises the error about targets and rows if group_rows is given
+            (`deferred.py`).
     """
     sizes, rank = [rows], 0
     if group is not None:

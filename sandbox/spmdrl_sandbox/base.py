@@ -10,7 +10,7 @@ Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. They apply to all of its processes together, except those for a single process."""
+    """Limits of a program. All limits except the per-process ones apply to all of the program's processes together."""
 
     seconds: float = 10.0
     """Maximum wall-clock seconds."""

@@ -1,9 +1,9 @@
 """Uses a cgroup to limit all processes of a sandbox together, if cgroup v2 lets this user create one.
 
 Normally the watcher (`inside/watch.py`) or a per-process limit (`inside/isolate.py`) ends a program first. The cgroup
-also limits programs between two checks of the watcher. It is created inside this process's cgroup or next to it, but
-not further up, where the job's limits would not apply. The parent cgroup must already have the memory or pids
-controller enabled, because existing cgroups are not changed. The sandbox also works without a cgroup.
+also limits programs between two checks of the watcher. The cgroup is created as a child or sibling of this process's
+own cgroup, but not further up, where the job's limits would not apply. The parent cgroup must already have the memory
+or pids controller enabled, because existing cgroups are not changed. The sandbox also works without a cgroup.
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 

@@ -1,8 +1,9 @@
 """Sandboxes in containers (docker, apptainer). Each container runs a zygote without network or privileges.
 
 The image provides the system and Python 3.11 or later. Programs see no files of this machine except those of the
-package `spmdrl_sandbox`. The container isolates a program and limits its resources. It does not isolate two programs
-from each other, so each program runs in a separate container. An engine is used only if the user names it.
+package `spmdrl_sandbox`. The container isolates a program and limits its resources. A container does not isolate the
+programs inside it from each other, so each program runs in a separate container. An engine is used only if the user
+names it.
 """
 
 import os

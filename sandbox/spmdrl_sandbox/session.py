@@ -91,7 +91,7 @@ class Session:
         self.channel = Channel(warm, Program((INSIDE / "session.py").read_text(encoding="utf-8")), limits)
 
     def load(self, source: str, seconds: float) -> "Answer":
-        """Execute a module. Its functions can be called afterwards; the answer's value is the list of their names."""
+        """Execute a module, so that its functions can be called. The answer's value lists the function names."""
         return self.ask({"load": source}, seconds)
 
     def run(self, source: str, seconds: float) -> "Answer":

@@ -1,10 +1,11 @@
 """Runs programs one after another, each in its own sandlock sandbox (https://github.com/multikernel/sandlock).
 
 `python -m spmdrl_sandbox.supervisor` exchanges the same messages as the zygote (inside/zygote.py) on stdin and stdout.
-It runs outside the sandbox, where sandlock handles system calls of programs and a watcher checks their limits. Each
-program has a sandbox with a separate folder, since Landlock does not isolate two programs in the same sandbox. The next
-sandbox is started ahead of time. Without process namespaces, the end of a program does not kill all of its processes.
-Therefore, this process adopts the processes that programs leave behind, and kills them.
+The supervisor runs outside the sandboxes. In this process, sandlock handles the programs' system calls, and a watcher
+checks whether programs stay within their limits. Each program has a sandbox with a separate folder, since Landlock does
+not isolate two programs in the same sandbox. The next sandbox is started ahead of time. Without process namespaces, the
+end of a program does not kill all of its processes. Therefore, this process adopts the processes that programs leave
+behind, and kills them.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ FILES = 4096
 
 
 class Held:
-    """A process in a separate sandbox that waits for the task of a program and then becomes that program."""
+    """A process in its own sandbox that waits for a task and then becomes the program that the task describes."""
 
     def __init__(self, base: Path, processes: int):
         """Start the process. base: temporary folder of the supervisor. processes: process limit of the sandbox."""

@@ -29,7 +29,7 @@ GRACE = 5.0
 class Warm:
     """A sandbox that runs one program after another. Use it from one thread only.
 
-    It isolates programs from each other, unless it is the provider `none`.
+    The sandbox isolates programs from each other, except with the provider `none`.
     """
 
     def __init__(self, command: list[str], name: str = "", once: bool = False):

@@ -102,7 +102,7 @@ class Samples:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Return the number of sampled tokens of each sequence, fp64 [B]."""
+        """Return each sequence's number of sampled tokens, fp64 [B]."""
         return self.sum_tokens(torch.ones_like(self.mask, dtype=torch.float64))
 
     def sum_tokens(self, x_T: torch.Tensor) -> torch.Tensor:
@@ -189,8 +189,8 @@ def last_sampled(
 ) -> torch.Tensor:
     """Return the token index of each sequence's last sampled token, or -1 if it has none: int64 [B].
 
-    turn_T: int64 [T], turn index of each token. If given, the result is the last sampled token of the last turn,
-    because the turns of a tree are not packed in order of creation.
+    turn_T: int64 [T], turn index of each token. If turn_T is given, the result is the last sampled token of the last
+    turn, because the turns of a tree are not packed in order of creation.
     """
     if turn_T is not None:
         latest = torch.full((sequences,), -1).scatter_reduce_(0, seq_T, torch.where(mask_T, turn_T, -1), "amax")

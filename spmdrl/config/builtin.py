@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in reward. Unless `pooled`, it is the function of the same name in a module of `spmdrl.rewards`."""
+    """A built-in reward.
+
+    If `pooled` is False, the reward is the function of the same name in a module of `spmdrl.rewards`.
+    """
 
     module: str
     pooled: bool = False
-    """True if the reward can be slow. It then runs in grading processes, which get the function from the module's
+    """True if the reward can be slow. A slow reward runs in grading processes, which get its function from the module's
     `load(name, settings)`."""
     runs_programs: bool = False
     """True if the reward can run programs and therefore needs the sandbox."""

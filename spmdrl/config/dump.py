@@ -60,7 +60,11 @@ def _redact_json(text: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return a text without credentials. They are recognised by format, or as a value of a variable like `HF_TOKEN`."""
+    """Return a text without credentials.
+
+    Credentials are recognised by their format, or because an environment variable such as `HF_TOKEN` has the same
+    value.
+    """
     for name, value in os.environ.items():
         if len(value) >= LEAST and value in text and _SECRET_VARIABLE.search(name):
             text = text.replace(value, REDACTED)

@@ -101,7 +101,10 @@ def frozen_judges(config: Config) -> list[tuple[str, JudgeConfig]]:
 
 
 def judged_tokens(config: Config) -> int:
-    """Return the maximum number of tokens in a question and answer of a judge in the engine, or 0 if there is none."""
+    """Return the maximum total length, in tokens, of a question and its answer over all judges in the run's engine.
+
+    Returns 0 if the engine runs no judge.
+    """
     return max((j.max_prompt_tokens + j.max_new_tokens for _, j in engine_judges(config)), default=0)
 
 

@@ -55,8 +55,8 @@ def from_command_line(
         argv: command-line arguments without the program name. Use None for the arguments in sys.argv.
         prog: name shown by `--help`.
         schema: a dataclass of dataclasses: the sections that the entry point reads.
-        also: schemas of other entry points. Their files are accepted, too, and settings that `schema` lacks are
-            ignored.
+        also: schemas of other entry points. Config files for these entry points are accepted, too, and settings that
+            `schema` lacks are ignored.
 
     Raises:
         ConfigError: names are unknown or files cannot be read (the message lists all), or a value has the wrong type.

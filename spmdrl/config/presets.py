@@ -1,4 +1,4 @@
-"""Presets: published methods by name, each as values for settings that YAML files and flags override.
+"""Presets: named published methods. Each provides values for settings, which YAML files and flags override.
 
 A preset specifies an advantage, a loss and an aggregation, plus any other settings that differ from their defaults. A
 method's other constants are the defaults of its functions in `algos/`. docs/algorithms.md lists all presets.
@@ -14,7 +14,7 @@ from spmdrl.config.schema import Config
 
 @dataclass(frozen=True)
 class Preset:
-    """A published method as values for settings."""
+    """The settings of a published method."""
 
     title: str
     """Name of the method or of its paper."""

@@ -3,9 +3,9 @@
 Element t of a per-token tensor describes token t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
 sequence). The first token of a sequence has no logp; its mask is False.
 
-An episode that branches has one sequence per path. These are adjacent, and the last one is the path on which the
-episode ended. If several paths share a sampled token, its mask is True only in the first of them. Losses and statistics
-treat an episode as one unit: they sum over its sequences and read its reward from the first one.
+An episode that branches has one sequence per path. The sequences of an episode are adjacent, and the last one is the
+path on which the episode ended. If several paths share a sampled token, its mask is True only in the first of them.
+Losses and statistics treat an episode as one unit: they sum over its sequences and read its reward from the first one.
 """
 
 from collections.abc import Callable, Hashable

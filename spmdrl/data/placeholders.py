@@ -1,9 +1,9 @@
 """Marks the placeholder tokens of images in a batch.
 
-All placeholder tokens have the same id, whichever image they stand for. The token column `image`, int64 [T], tells them
-apart: it is 0 at text, and a positive mark of the image at each of its placeholder tokens. The mark depends on the
-image's content and on the number of images before it in its sequence, so that sequences with equal tokens and marks
-show the model the same images.
+All placeholder tokens have the same id, whichever image they stand for. The token column `image`, int64 [T],
+distinguishes the images. It is 0 at text tokens. At an image's placeholder tokens, it is the image's positive mark.
+The mark depends on the image's content and on how many images precede it in its sequence, so that sequences with
+equal tokens and marks show the model the same images.
 """
 
 import hashlib

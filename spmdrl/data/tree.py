@@ -40,9 +40,9 @@ class Shared:
     """The prefix that each packed sequence shares with an earlier one."""
 
     source: list[int]
-    """[B]: the earlier sequence, or the sequence itself if it shares no tokens."""
+    """[B]: index of the earlier sequence with the shared prefix, or the sequence's own index if there is none."""
     tokens: list[int]
-    """[B]: number of leading tokens shared with the source, less than the sequence's length."""
+    """[B]: number of leading tokens shared with the source sequence, less than this sequence's length."""
     prompts: list[int]
     """[B]: number of tokens that another sample of the same prompt would share with this sequence, or 0 for all but the
     first path of an episode."""

@@ -238,7 +238,8 @@ def _messages(text: str) -> list[tuple[str, str]]:
 
 
 def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read code blocks that start with ```` ```python ```` as calls to the tool `python`. They stay in the text.
+    """Read code blocks that start with ```` ```python ```` as calls to the tool `python`. The code blocks stay in the
+    text.
 
     Recipes with a code interpreter, such as ReTool (https://arxiv.org/abs/2504.11536), use this format.
     """
@@ -257,7 +258,7 @@ def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def none(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Read no calls, and return the text unchanged."""
+    """Return the text unchanged, and an empty list of calls."""
     return text, []
 
 

@@ -1,6 +1,6 @@
 """A search tool over a local corpus or a search server.
 
-A local corpus is searched with BM25. Its index is built once, by bm25s (Lù 2024, https://arxiv.org/abs/2407.03618), and
+A local corpus is searched with BM25. The index is built once, by bm25s (Lù 2024, https://arxiv.org/abs/2407.03618), and
 saved in a folder.
 """
 

@@ -25,7 +25,11 @@ class Functions(Stateless):
 
 
 def is_trl(kind: type) -> bool:
-    """Return whether a class was written for TRL's `environment_factory`: its `reset` takes columns, not the row."""
+    """Return whether a class was written for TRL's `environment_factory`.
+
+    The `reset` method of such a class takes the columns of a dataset row as separate arguments instead of one argument
+    `row`.
+    """
     reset = inspect.getattr_static(kind, "reset", None)
     if not inspect.isfunction(reset) or "row" in inspect.signature(reset).parameters:
         return False

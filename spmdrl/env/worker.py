@@ -1,4 +1,5 @@
-"""A process that runs environments: `python -m spmdrl.env.worker <parent pid>`. It and its parent exchange JSON lines.
+"""A process that runs environments: `python -m spmdrl.env.worker <parent pid>`. The process and its parent exchange
+JSON lines.
 
 Lines on stdin:
      {settings}                           the first line: fields of PoolSettings

@@ -82,8 +82,8 @@ class Heartbeat(threading.Thread):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, stuck: Callable[[float], None]):
         """Open connections to the store, which all ranks share, and publish the identity of this process.
 
-        timeout: `--run.timeout`. stuck: function that does not return. It is called with the seconds since the main
-        thread's last progress once these seconds exceed the time-out.
+        timeout: `--run.timeout`. stuck: function that does not return. Once the main thread has made no progress for
+        longer than the time-out, `stuck` is called with the seconds since its last progress.
         """
         super().__init__(daemon=True, name="heartbeat")
         # The two clones have their own connections, because the main thread may block on the connection of `store`.

@@ -1,8 +1,8 @@
 """Adds tokens to a model's tokenizer and embedding tables, in a new folder that is cached.
 
 A new token's row in an embedding table is initialised to the mean of the other tokens' rows, so that its logit starts
-as their mean logit. It replaces a padding row of the table or is appended. Weight files without an embedding table are
-symlinks to the model's files.
+as their mean logit. The new row replaces a padding row of the table or is appended. Weight files without an embedding
+table are symlinks to the model's files.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def _grow(folder: Path, place: Path, tokenizer, added: list[str]) -> None:
 def _with_rows(table_VD: torch.Tensor, before: int, size: int, old: list[int], new: list[int]) -> torch.Tensor:
     """Return a table with `size` rows, in which the rows of `new` tokens are the mean of the rows of `old` tokens.
 
-    before: number of rows of the given table that the model uses; the remaining rows are padding and are dropped.
+    before: number of rows that the model uses in the given table. The remaining rows are padding and are dropped.
     """
     table_VD = table_VD[:before]
     mean_D = table_VD[[i for i in old if i < before]].double().mean(0).to(table_VD.dtype)

@@ -38,7 +38,8 @@ class Vision:
 
     model_type: str
     image: int
-    """Placeholder id of an image. It stands once in unexpanded ids, and once per image feature in expanded ids."""
+    """Placeholder id of an image. Each image has one placeholder in unexpanded ids, and one per image feature in
+    expanded ids."""
     video: int | None
     """Placeholder id of a video, or None if the family has none."""
     start: int | None
@@ -144,7 +145,10 @@ def _tiled(config: Any, tokenizer: Any) -> Vision:
 
 
 def _marks(tokenizer: Any, image: int) -> Marks:
-    """Read marks from a tokenizer. Each stands between two special tokens, so the text around never changes its ids."""
+    """Read the marks of image tiles from a tokenizer.
+
+    Each mark stands between two special tokens, so the surrounding text never changes the mark's ids.
+    """
     placeholder = getattr(tokenizer, "image_token", None) or "<image>"
     fence = getattr(tokenizer, "fake_image_token", None) or "<fake_token_around_image>"
     whole = getattr(tokenizer, "global_image_token", None) or "<global-img>"

@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def spare(self) -> int:
-        """`device_spare`, but at most -n if an engine's KV cache is n bytes short."""
+        """`device_spare`. If an engine's KV cache is n bytes too small, the value is at most -n."""
         lack = max((planned.engine.get("lack", 0) for planned in self.kinds), default=0)
         return min(self.device_spare, -lack) if lack else self.device_spare
 

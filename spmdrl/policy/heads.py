@@ -87,8 +87,8 @@ class Packed(nn.Module):
         """Run a packed batch; return hidden states [n, D] for this rank's tokens in the loss mask, and their rows.
 
         noise: embedding noise, on the device; not supported with shared prompts. forwards: number of forward passes in
-        the form `apart`, at least B. It must be the same on all ranks that shard the weights, because each forward pass
-        all-gathers them.
+        the form `apart`, at least B. This number must be the same on all ranks that shard the weights, because each
+        forward pass all-gathers the weights.
         """
         device = next(self.hf.parameters()).device
         part, (ids, positions, experts, head) = (

@@ -187,8 +187,8 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: int, average: bool) -> Any:
     """Build a frozen model, or a `RemotePolicy` if it runs on scoring ranks. Collective.
 
-    each: the plan of the model. outputs: number of outputs per token of a reward model. average: True if the model
-    tracks a moving average of the policy's weights.
+    each: the plan of the model. outputs: number of outputs that a reward model has per token. average: True if the
+    model tracks a moving average of the policy's weights.
     """
     model = None
     if world.scores:
@@ -204,7 +204,8 @@ def frozen(cfg: Config, world: World, scoring: World, each: ModelPlan, outputs: 
 def check_wanted(cfg: Config, wanted: dict[str, ModelPlan], labels: Labels | None) -> None:
     """Check that each model folder fits its role; warn if there is no model for the scoring ranks.
 
-    labels: labels of the reward model. If given, `labels_of` has already checked its tokenizer.
+    labels: the reward model's labels, or None. If there are labels, `labels_of` has already checked the reward model's
+    tokenizer.
 
     Raises:
         ValueError: a head is missing, or the tokenizer differs from the policy's; the message names the flag.

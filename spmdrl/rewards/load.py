@@ -68,7 +68,7 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
 
 
 def on_engine(grader: Grader) -> list[Grader]:
-    """Return the graders that use the run's engine: terms of a combined grader, or the grader itself."""
+    """Return the graders that use the run's engine. A combined grader is replaced by the graders of its terms."""
     each = [term.grader for term in grader.terms] if isinstance(grader, CombinedReward) else [grader]
     return [one for one in each if one.on_engine]
 

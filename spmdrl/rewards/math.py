@@ -1,7 +1,7 @@
 r"""The reward `math`, which extracts a response's answer, normalises it and compares it with the ground truth.
 
-The answer is in `\boxed{...}`, in the last `Answer: ...` line, or in prose. It is compared as text, then as a number,
-then symbolically with math-verify (https://github.com/huggingface/Math-Verify), which can take seconds for
+The answer is in `\boxed{...}`, in the last `Answer: ...` line, or in prose. The answer is compared as text, then as a
+number, then symbolically with math-verify (https://github.com/huggingface/Math-Verify), which can take seconds for
 `9^{9^{9^9}}`. math-verify's timeouts are disabled because they rely on alarm signals, which only work in the main
 thread. Instead, this reward runs in the pool, whose processes can be killed.
 """

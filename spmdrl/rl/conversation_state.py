@@ -101,7 +101,7 @@ class ConversationState:
     def restored(saved: dict) -> "ConversationState":
         """Rebuild a conversation from the values that `saved` returned.
 
-        Its environment has to be reopened.
+        The conversation's environment has to be reopened.
         """
         calls = [[Call(**call) for call in turn["calls"]] for turn in saved["said"]]
         turns = [AssistantTurn(**turn | {"calls": made}) for turn, made in zip(saved["said"], calls, strict=True)]

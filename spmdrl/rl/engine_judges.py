@@ -43,7 +43,8 @@ class Voice:
             self.stop = stop_tokens(self.folder, self.tokenizer, chosen_template(self.tokenizer))
         self.control = control_words(self.tokenizer)
         self.joined = False
-        """True if the template rejects system messages. Their text is then prepended to the user message."""
+        """True if the template rejects system messages. The text of the system message is then prepended to the user
+        message."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"{file}: engine {judge.engine}: the tokenizer in {self.folder} has no chat template to render "

@@ -55,7 +55,7 @@ class Sampler:
     """Experience sampled in advance, next step first."""
 
     def take(self, step: int, version: int) -> Experience:
-        """Return this step's experience. Unless it was sampled in advance, sample it with weight version `version`.
+        """Return this step's experience. If it was not sampled in advance, sample it with weight version `version`.
 
         Raises:
             AbandonedError: sampling was interrupted. Every rank that samples raises it.

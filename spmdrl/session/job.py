@@ -82,7 +82,7 @@ def show(settings: Any, plan: list[str]) -> None:
 
 
 def ranks_of_job() -> int:
-    """Return the number of ranks of this job."""
+    """Return the number of ranks in this job."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -193,10 +193,10 @@ def apart_from_default() -> Iterator[None]:
 
 
 def _make_side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
-    """Create a host-side group of `ranks` and one of all other ranks, and return this rank's group. Collective over all
-    ranks.
+    """Create two host-side groups, one for `ranks` and one for the remaining ranks. Return the group that contains this
+    rank. Collective over all ranks.
 
-    Returns `host` if there are no other ranks.
+    If `ranks` contains all ranks, returns `host` without creating groups.
     """
     size = dist.get_world_size()
     if len(ranks) == size:

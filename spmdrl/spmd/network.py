@@ -35,7 +35,10 @@ def interface_with(address: str) -> str | None:
 def choose_interface(
     source: Callable[[str], str] = source_of, named: Callable[[str], str | None] = interface_with
 ) -> str:
-    """Set the variables in NAMES, unless they are set, to the interface that reaches a multi-node job's first node.
+    """Set the environment variables in NAMES to the interface that reaches a multi-node job's first node.
+
+    Variables that are already set keep their values. If GLOO_SOCKET_IFNAME is set, NCCL_SOCKET_IFNAME defaults to its
+    value.
 
     Returns a log line, or an empty string on a single node or if there is no IPv4 route.
     Raises ValueError if there are routes, but none uses an interface that reaches another node.

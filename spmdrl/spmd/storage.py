@@ -93,7 +93,7 @@ class Parked:
         return sum(size for _, size, _ in self.waiting)
 
     def bring_back(self) -> None:
-        """Reallocate every storage and restore its contents, unless they are gone.
+        """Reallocate every storage. Restore the contents, unless `forget` has dropped them.
 
         Raises RuntimeError if the device is out of memory (torch's own error). Storages restored so far stay restored,
         and another call restores the rest.

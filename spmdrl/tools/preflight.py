@@ -160,7 +160,8 @@ def choose(
     Args:
         hosts: nodes of the job, spares included.
         need: number of nodes that the job needs.
-        look: runs the doctor on nodes. It maps (nodes, rounds, only pairs, timeout in seconds) to the reports received.
+        look: function that runs the doctor on nodes and maps (nodes, rounds, only pairs, timeout in seconds) to the
+            reports received.
         floors: minimum all-reduce and all-to-all bandwidths of a pair, in 1e9 bytes per second.
         say: prints a line.
         dead: nodes that are known to be down, with the reasons.

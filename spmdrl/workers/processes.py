@@ -73,8 +73,8 @@ class Processes(Generic[P]):
         """Start the processes without waiting for them.
 
         kind, module, hello, variables, python: see `spawn`. grace: seconds that a process may stay silent after its
-        deadline. They count from the first check after the deadline, because responses may be unread if the caller has
-        not called `turn` for a long time.
+        deadline. This time counts from the first check after the deadline, because responses may be unread if the
+        caller has not called `turn` for a long time.
         """
         self._listener, self._grace = listener, grace
         self._selector = selectors.DefaultSelector()

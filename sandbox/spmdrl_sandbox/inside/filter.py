@@ -121,8 +121,8 @@ SHARED: dict[str, tuple[int, int]] = {
     "sched_setaffinity": (203, 122),
     "migrate_pages": (256, 238),
 }
-"""Calls that act on files and processes of the program's user and that Landlock does not restrict. They are denied if
-a program runs as the same user as its caller."""
+"""System calls that act on the files and processes of the program's user, and that Landlock does not restrict. The
+calls are denied if a program runs as the same user as its caller."""
 COPIES: dict[str, tuple[int, int]] = {
     "sendfile": (40, 71),
     "splice": (275, 76),
@@ -182,7 +182,8 @@ def _none_of(values: Sequence[int]) -> list[bytes]:
 
 
 def _arguments(own: int) -> dict[str, list[bytes]]:
-    """Return instructions by system call name. They deny calls with certain arguments and let other calls pass.
+    """Return instructions by system call name. These instructions deny calls with certain arguments and let other calls
+    pass.
 
     own: id of this process.
     """

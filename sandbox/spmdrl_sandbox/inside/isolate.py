@@ -91,8 +91,8 @@ def own_places(tmp_bytes: int, user: int, group: int) -> None:
 def own_proc(allowed: bool) -> bool:
     """Mount a /proc that shows only this process namespace; return whether the kernel permits it.
 
-    If the kernel refuses the mount, /proc becomes empty. allowed: False if the kernel has refused the mount before. It
-    is then not tried again, because the kernel logs each refusal.
+    If the kernel refuses the mount, /proc becomes empty. allowed: False if the kernel has refused the mount before. The
+    mount is then not tried again, because the kernel logs each refusal.
     """
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     if allowed and not LIBC.mount(b"proc", b"/proc", b"proc", flags, None):

@@ -59,7 +59,7 @@ class Candidate:
 
 
 def free_names(source: str) -> set[str]:
-    """Return the names that tests read but do not define and that are not builtins of Python."""
+    """Return the names that tests read but do not define, except for Python's builtins."""
     read, bound = set(), set(dir(builtins))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name):

@@ -180,8 +180,8 @@ def memory_of(pid: str) -> int:
 def memory_of_others(own: int) -> int:
     """Return how many bytes of memory a program's processes use.
 
-    These are all processes in /proc except process 1, the zygote and the watcher. own: memory of this process in bytes.
-    It is subtracted for each process, because forked processes share it.
+    The program's processes are all processes in /proc except process 1, the zygote and the watcher. own: memory of this
+    process in bytes. This amount is subtracted for each process, because forked processes share that memory.
     """
     sandbox = {"1", str(os.getppid()), str(os.getpid())}
     return sum(max(0, memory_of(pid) - own) for pid in os.listdir(PROC) if pid.isdigit() and pid not in sandbox)

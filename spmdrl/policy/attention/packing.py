@@ -150,7 +150,7 @@ def grouped(marks: list[int]) -> list[list[int]]:
 def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return the token index of each slot, [B, L], a bool mask [B, L] that is False on padding, and L.
 
-    starts, lengths: first token and number of tokens of each of the B sequences.
+    starts, lengths: index of each sequence's first token, and each sequence's number of tokens.
     """
     width = max(lengths)
     begin, size = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]

@@ -2,8 +2,8 @@
 
 This class replaces Megatron's HybridDeviceOptimizer, which cannot resume from our checkpoints. The parameter groups of
 that optimizer contain classes, which our checkpoints must not contain, and its first load updates the model with random
-gradients. It also fails on float32 parameters. Megatron treats this class as a "precision-aware" optimizer, which means
-that the optimizer itself stores the float32 weights, here in host memory.
+gradients. HybridDeviceOptimizer also fails on float32 parameters. Megatron treats this class as a "precision-aware"
+optimizer, which means that the optimizer itself stores the float32 weights, here in host memory.
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ MODULES = ("parallel_state", "optimizer", "dist_checkpointing.serialization", "d
 STRATEGIES = "dist_checkpointing.strategies.torch"
 """STRATEGIES and MODULES are the megatron.core modules that use the default group while a policy runs."""
 OVER_ALL = ("get_world_size", "barrier", "all_gather_object", "broadcast_object_list")
-"""torch.distributed functions that these modules call without a group. They also call `get_rank`, which is not
+"""torch.distributed functions that these modules call without a group. The modules also call `get_rank`, which is not
 replaced, because it must return the global rank."""
 NAMES = 1_000_000
 """torch names process groups with consecutive numbers. Ranks that create groups on their own start at a multiple of

@@ -38,12 +38,15 @@ def totals(share: Batch, peers: Peers, mask_T: torch.Tensor | None = None) -> To
 
 
 def add_token_mean(metrics: Metrics, name: str, x_T: torch.Tensor, mask_T: torch.Tensor) -> None:
-    """Add the values of x in a mask, which can be empty, to the mean metric `name`. Sums are computed in float64."""
+    """Add the elements of x_T where mask_T is True to the mean metric `name`.
+
+    The mask may be False everywhere. Sums are computed in float64.
+    """
     count = mask_T.sum()
     total = torch.where(mask_T, x_T.detach(), torch.zeros_like(x_T)).double().sum()
     metrics.add(name, total / count.clamp(min=1), count)
 
 
 def add_mean(metrics: Metrics, name: str, x: torch.Tensor) -> None:
-    """Add the values of x, which can be empty, to the mean metric `name`."""
+    """Add the elements of x to the mean metric `name`. The tensor x may be empty."""
     metrics.add(name, x.mean() if len(x) else 0.0, len(x))

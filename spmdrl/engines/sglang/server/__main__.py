@@ -78,7 +78,7 @@ def unlink_shared_memory(processes: list[int]) -> None:
 
 
 class Server:
-    """Answers the commands of one rank."""
+    """Executes the commands that one rank sends, and writes the results back."""
 
     def __init__(self, engine: Any, config: dict, out: int):
         self.engine, self.tokenizer_manager, self.out = engine, engine.tokenizer_manager, out
