@@ -258,7 +258,7 @@ def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def none(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """Return the text unchanged, and an empty list of calls."""
+    """Read the whole text as plain text without calls, and leave the text unchanged."""
     return text, []
 
 

@@ -34,8 +34,8 @@ class Row:
     phase: str
     """The phase with the highest device memory use, or `host` if host memory has the largest shortfall."""
     free: dict[str, int]
-    """Maps each phase to the free bytes of device memory in that phase. `host` maps to a node's free host memory, if known.
-    `cache` maps to 0 if every KV cache is large enough, or else minus the largest shortfall."""
+    """Maps each phase to the free bytes of device memory in that phase. `host` maps to a node's free host memory, if
+    known. `cache` maps to 0 if every KV cache is large enough, or else minus the largest shortfall."""
 
     @property
     def flags(self) -> str:
