@@ -58,8 +58,8 @@ def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0)
     With `--run.fresh`, a non-empty folder is first moved aside, but nothing is deleted. A job that torchrun or SLURM
     restarted keeps the folder's content even with `--run.fresh`. Call this before anything opens a file in the folder.
 
-    timeout: seconds that the other ranks wait for rank 0. An exiting job may still hold the folder, so rank 0 waits for
-    its release for up to half of that time, and at most `lock.WAIT` seconds.
+    timeout: seconds that the other ranks wait for rank 0. If an exiting job still holds the folder's lock, rank 0
+    waits up to `timeout / 2` or `lock.WAIT` seconds, whichever is shorter.
 
     Raises ValueError if another job is using the folder, or if the folder cannot be created or moved.
     """

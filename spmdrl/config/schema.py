@@ -180,8 +180,9 @@ class PolicyConfig:
     """Maximum number of tokens packed into one forward pass, on one rank or across all sp ranks. Affects speed and
     memory, but never the result."""
     activation_checkpointing: Literal["none", "full", "selective"] = setting("none", free=Free.COMPUTED)
-    """Activations that are recomputed in the backward pass to save memory. `full`: entire layers, which takes up to a
-    third longer. `selective` (Megatron): only the core attention, between the projections."""
+    """Activations that are recomputed in the backward pass to save memory. `full`: entire layers. The forward and
+    backward passes together then take up to a third longer. `selective` (Megatron): only the core attention, between
+    the projections."""
     host_optimizer: bool = setting(False, free=Free.COMPUTED)
     """Megatron: run AdamW on the host, and keep its moments and the float32 weights there."""
     moe_aux_loss: float = setting(0.0, NOT_NEGATIVE)

@@ -1,4 +1,7 @@
-"""Settings shared by jobs that train on a given data set: rows, evaluation and sampled answers, with their rules."""
+"""Settings for rows, evaluation and sampled answers, shared by jobs that train on a given data set.
+
+This module also checks these settings for invalid values and conflicts.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal

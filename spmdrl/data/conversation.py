@@ -33,7 +33,8 @@ class Next:
     """The continuation of the context after an assistant turn."""
 
     tokens: list[int]
-    """Observed tokens to append to the sampled ones, through the generation prompt. Empty if `fork` is set."""
+    """Observed tokens to append to the sampled tokens, up to and including the next generation prompt. Empty if `fork`
+    is set."""
     fork: list[int] | None = None
     """The complete prompt of the next turn if the template renders earlier text differently, else None."""
 

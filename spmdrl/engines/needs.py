@@ -1,8 +1,8 @@
 """Finds out which parts of checkpoint tensors an engine's loader reads, by recording the copies it makes.
 
-Each rank runs the engine's loader once on uninitialized tensors. The copies that the loader attempts show which part of
-each tensor the rank needs, however the engine shards q, k and v, experts or the vocabulary. This file imports only
-torch, because the processes of a server engine load it too.
+Each rank runs the engine's loader once on uninitialized tensors. The recorded copies show which part of each tensor the
+rank needs, no matter how the engine shards q, k and v, experts or the vocabulary. This file imports only torch, because
+the processes of a server engine load it too.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -98,7 +98,7 @@ class Mcp:
         return self._connected().schemas
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool and return its result as text. If the server has ended, connect again first.
+        """Call a tool and return its result as text. If the connection has ended, open a new one before the call.
 
         Raises:
             McpError: the tool failed, or the server ended or did not answer.

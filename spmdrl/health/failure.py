@@ -109,10 +109,11 @@ def _exit_job(
 
 
 def _signalled(number: int, before_exit: Callable[[], None]) -> None:
-    """Handle a signal, in a thread: treat it as a request to leave, or end the job.
+    """Handle a signal by asking all ranks to leave, or by ending the job. Called in a separate thread.
 
-    The job ends if a rank is lost, on a second signal, or before the first step (unless `rank_status.keeps_partial`).
-    torchrun sends SIGTERM to the remaining ranks when a rank is lost, and when it receives SIGTERM itself.
+    The job ends on a SIGTERM after a rank or torchrun was lost, on a second signal, or on a signal before the first
+    step (unless `rank_status.keeps_partial`). torchrun sends SIGTERM to the remaining ranks when a rank is lost, and
+    when it receives SIGTERM itself.
     """
     if exiting.is_set():
         return
@@ -170,7 +171,8 @@ def _grace_over(before_exit: Callable[[], None]) -> None:
 def exit_reason() -> str:
     """Return the request to leave as text.
 
-    Wait at most 3 s for it, because it may arrive one heartbeat after the ranks agreed to leave.
+    If no request has reached this rank, wait up to 3 s, because a request may arrive one heartbeat after the ranks
+    agreed to leave.
     """
     for _ in range(30):
         if preemption.requested:

@@ -51,7 +51,8 @@ class Request:
     rank: int
     """Rank that received the signal."""
     at: float
-    """time.time() of the signal on that rank's clock. Only messages use it, because machines' clocks differ."""
+    """Unix time when `rank` received the signal, by the clock of its machine. It is only reported and never compared,
+    because machines' clocks differ."""
     grace: float
     """Seconds until the job must have exited. Every rank counts them from the moment it receives the request."""
 

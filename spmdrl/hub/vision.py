@@ -5,8 +5,8 @@ from typing import Any
 
 GRID, FRAMES, LINE = "grid", "frames", "line"
 """Forms of position ids. GRID: [3, T] for time, row and column of a token, where a video is one run of tokens. FRAMES:
-the same, but each frame of a video is a run of its own between time stamps. LINE: [T], as for text. An image has the
-same positions under GRID and FRAMES."""
+[3, T] as for GRID, but timestamps split a video into one run of tokens per frame. LINE: [T], as for text. An image has
+the same positions under GRID and FRAMES."""
 
 QWEN = {"qwen2_vl": GRID, "qwen2_5_vl": GRID, "qwen3_vl": FRAMES, "qwen3_5": FRAMES}
 TILED = ("idefics3", "smolvlm")

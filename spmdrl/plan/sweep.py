@@ -105,7 +105,11 @@ def nearest(made: Plan) -> Tried:
 
 
 def _pairs(base: Row, rows: list[Row]) -> list[Change]:
-    """Return pairs of changes, sorted by the free memory that each pair leaves if its effects add up, most first."""
+    """Return pairs of changes that do not conflict, most promising first.
+
+    Pairs are sorted by an estimate of the smallest amount of free memory in any phase, the KV cache or the host. The
+    estimate adds up the effects of the two changes.
+    """
 
     def least(a: Row, b: Row) -> int:
         sums = {name: a.free.get(name, left) + b.free.get(name, left) - left for name, left in base.free.items()}

@@ -1,4 +1,4 @@
-"""Starts the process groups and named mesh axes of a run.
+"""Creates a run's process groups and its device meshes with named axes.
 
 Every rank calls `start()` once and gets a `World` with its device, process groups and mesh axes. Device collectives run
 on NCCL (GPU) or gloo (CPU). Small host collectives always use a separate gloo group.

@@ -146,8 +146,8 @@ SEEN: dict[str, tuple[int, int]] = {
 }
 """Calls that are denied for certain arguments (`_arguments`)."""
 _FCNTL = {"F_SETLEASE": 1024, "F_NOTIFY": 1026, "F_SETPIPE_SZ": 1031}
-"""Denied commands of fcntl. The first two delay or watch other processes' access to a file. The third enlarges a pipe,
-whose memory counts against a quota of the user."""
+"""Denied commands of fcntl. F_SETLEASE delays other processes' access to a file, and F_NOTIFY watches access to the
+files in a directory. F_SETPIPE_SZ enlarges a pipe, whose memory counts against a quota of the user."""
 _SOL_SOCKET, _BUFFERS = 1, (7, 8)
 """Denied socket options SO_SNDBUF and SO_RCVBUF, which could make buffers far larger than the default."""
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x1, 0x20, 0x40000

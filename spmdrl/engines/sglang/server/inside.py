@@ -92,9 +92,9 @@ class Held:
 
         request: name, shape and dtype of each tensor, and the kinds of tensors in the model folder.
 
-        Returns a flat list. The list starts with the length and the bytes of a string with one unfilled weight per
-        line, followed by `Needs.exact`. Each slice then adds the index of its tensor, `counted`, the number of
-        dimensions, and the box.
+        Returns a flat list. The names of the unfilled weights are joined into one text, one name per line. The list
+        starts with the length of this text in bytes, the bytes themselves, and `Needs.exact`. Each slice then adds the
+        index of its tensor, `counted`, the number of dimensions, and the box.
         """
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in request["tensors"]]
         found = loader.watched_load(self.runner.model.load_weights, tensors)
