@@ -22,6 +22,11 @@ class EvaluationRunConfig(schema.RunConfig):
 
 
 @hides(Job.EVALUATE)
+class EvaluationModelConfig(schema.ModelConfig):
+    """The model to evaluate."""
+
+
+@hides(Job.EVALUATE)
 class EvaluationRolloutConfig(schema.RolloutConfig):
     """The engine used for sampling."""
 
@@ -55,7 +60,7 @@ class EvaluationConfig:
     """Evaluation of a model: accuracy and pass@k."""
 
     run: EvaluationRunConfig = section(EvaluationRunConfig)
-    model: schema.ModelConfig = section(schema.ModelConfig)
+    model: EvaluationModelConfig = section(EvaluationModelConfig)
     parallel: schema.ParallelConfig = section(schema.ParallelConfig)
     policy: schema.PolicyConfig = section(schema.PolicyConfig)
     rollout: EvaluationRolloutConfig = section(EvaluationRolloutConfig)

@@ -82,6 +82,9 @@ class ModelConfig:
     float64 if this is float64. float16 uses dynamic loss scaling (docs/policy.md)."""
     trust_remote_code: bool = setting(False, free=Free.LIMIT)
     """Allow Python code shipped with the model to run. Off: refuse models that need such code."""
+    freeze: tuple[Literal["vision", "projector"], ...] = setting((), unread_by=(Job.EVALUATE,))
+    """Parts of a vision-language model that are not trained. `vision`: the vision tower. `projector`: the layers that
+    map its features to embeddings. Empty: all weights are trained. LoRA always freezes both."""
     self_check: bool = setting(True, free=Free.COMPUTED)
     """At startup, compare the logp of packed sequences with the logp of each sequence run alone in plain transformers.
     After weights are first sent to the engine, compare its logp with the trainer's (docs/policy.md)."""

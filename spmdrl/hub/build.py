@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from spmdrl.hub.folder import drop_quantization, plain_errors, read_config
+from spmdrl.hub.vision import QWEN, TILED, reads_images
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 """Torch dtype for each value of `--model.dtype`."""
@@ -96,9 +97,13 @@ def empty_model(
         model_class = _model_class(config, head)
         drop_quantization(config, folder)
         make = partial(model_class.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+        attention: Any = attn_implementation
+        if attn_implementation and sees_images(config):
+            # A vision tower is not causal, so it keeps its own attention.
+            attention = {"": attn_implementation, "text_config": attn_implementation, "vision_config": "sdpa"}
         with torch.device("meta"), meta_device_safe_creation_ops():
             try:
-                model: Any = make(attn_implementation=attn_implementation)
+                model: Any = make(attn_implementation=attention)
             except KeyError as error:
                 if error.args != (attn_implementation,):
                     raise
@@ -126,9 +131,24 @@ def scores_tokens(config: Any) -> bool:
     return any(name.endswith("ForTokenClassification") for name in getattr(config, "architectures", None) or [])
 
 
+def sees_images(config: Any) -> bool:
+    """Return True if spmdrl builds the model of a transformers config with its vision tower.
+
+    Models of other families that read images are language models only, if transformers has a class for these.
+    """
+    return reads_images(config) and config.model_type in (*QWEN, *TILED)
+
+
+def language_model_class(config: Any) -> Any:
+    """Return the transformers class that generates text for a config, with the vision tower if there is one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
 def _model_class(config: Any, head: str) -> Any:
     """Return the transformers class for a model with this head. Errors are as in `build_model`."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     if head == "lm":
         if scorers := [name for name in config.architectures or [] if name.endswith(SCORERS)]:
@@ -136,7 +156,7 @@ def _model_class(config: Any, head: str) -> Any:
                 f"the model's config.json names {scorers[0]}, a reward model, and a language model would drop its "
                 "score head: take the language model that it was trained from"
             )
-        return AutoModelForCausalLM
+        return language_model_class(config)
     if head == "steps" and type(config) not in AutoModelForTokenClassification._model_mapping:
         raise ValueError(
             f"transformers has no token classifier for {config.model_type}, and a process reward model is one: take a "
@@ -210,7 +230,22 @@ def _train_padding(model: Any) -> None:
 
 def decoder_layers(hf: Any) -> torch.nn.ModuleList:
     """Return the decoder layers of an HF model: its longest ModuleList. Raises ValueError if it has none."""
-    lists = [m for m in hf.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
-    if not lists:
+    # The vision tower of a small model can have more layers than its decoder.
+    decoder = hf.get_decoder() if sees_images(hf.config) else hf.base_model
+    layers = _longest_list(decoder)
+    if layers is None:
         raise ValueError(f"{type(hf).__name__} has no list of layers to shard; --policy.backend fsdp needs one")
-    return max(lists, key=len)
+    return layers
+
+
+def vision_layers(hf: Any) -> list[torch.nn.Module]:
+    """Return the layers of the vision tower of an HF model, or none if the model was built without one."""
+    if not sees_images(hf.config):
+        return []
+    tower = getattr(hf.base_model, "visual", None) or getattr(hf.base_model, "vision_model", None)
+    return list(_longest_list(tower) or []) if tower is not None else []
+
+
+def _longest_list(module: torch.nn.Module) -> torch.nn.ModuleList | None:
+    lists = [m for m in module.modules() if isinstance(m, torch.nn.ModuleList)]
+    return max(lists, key=len) if lists else None

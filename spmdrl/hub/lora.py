@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spmdrl.config.schema import LoraConfig
-from spmdrl.hub.build import decoder_layers
+from spmdrl.hub.build import decoder_layers, language_model_class
 from spmdrl.hub.folder import read_config
 from spmdrl.spmd.seeds import seed_for
 
@@ -72,11 +72,9 @@ def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
 
 def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]) -> list[str]:
     """Return `target_modules` of the model in an HF folder, without reading its weights."""
-    from transformers import AutoModelForCausalLM
-
     config = read_config(folder, trust_remote_code)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        hf = language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return target_modules(hf, targets)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from spmdrl.hub.build import language_model_class
 from spmdrl.hub.folder import plain_errors, read_config
 
 FREE = -1
@@ -129,8 +130,6 @@ def _prescribe(router: Any, place: int, forward, *args, **kwargs):
 
 def experts_of(folder: Path, trust_remote_code: bool = False) -> Experts:
     """Return the `Experts` of an HF folder's model without reading its weights. Raises ValueError as `Routers` does."""
-    from transformers import AutoModelForCausalLM
-
     config = read_config(folder, trust_remote_code)
     with plain_errors(folder), torch.device("meta"):
-        return Routers(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)).experts
+        return Routers(language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)).experts

@@ -17,7 +17,7 @@ from spmdrl.engines.engine import kv_bytes_per_token
 from spmdrl.engines.sglang.options import CPU_KV_BYTES, SPARE_TOKENS
 from spmdrl.engines.vllm.cpu import CPU_BLOCK, MOST_PACKED, cpu_kv_bytes
 from spmdrl.engines.vllm.options import GPU_BLOCK
-from spmdrl.hub.build import DTYPES
+from spmdrl.hub.build import DTYPES, language_model_class
 from spmdrl.hub.lora import ALL_LINEAR, is_adapter
 from spmdrl.plan.engine_boxes import Cut, EngineLayout, Kind
 from spmdrl.weights.boxes import Entry, size
@@ -204,10 +204,8 @@ class Weights:
 
 def model_of(config: Any, trust_remote_code: bool = False) -> Model:
     """Return the tensors in a model's checkpoint: parameters (tied ones only once) and persistent buffers."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        hf = language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     kept = hf.state_dict().keys()
     buffers = {name: x for name, x in hf.named_buffers() if name in kept}
     tensors = dict(hf.named_parameters()) | buffers

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoModelForCausalLM
 
 from spmdrl.config.classifier import FLAG, is_classifier, model_path
 from spmdrl.config.engines import Part, pushed_parts
 from spmdrl.config.schema import Config
+from spmdrl.hub.build import language_model_class
 from spmdrl.hub.resolve import named
 from spmdrl.plan.boxes import Everyone
 from spmdrl.plan.engine import PaperEngine, at_any_place
@@ -101,7 +101,8 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     made = PaperRank(cfg, world, algo, models, engine, paper, boxes, method_on)
     made.hf_config = hf_config
     with _disable_current_modes(), torch.device("meta"):
-        sizes = {name: p.numel() for name, p in AutoModelForCausalLM.from_config(hf_config).named_parameters()}
+        hf = language_model_class(hf_config).from_config(hf_config)
+    sizes = {name: p.numel() for name, p in hf.named_parameters()}
     made.numbers = sum(sizes.values())
     made.expert_numbers = sum(n for name, n in sizes.items() if ".experts." in name)
     return made

@@ -7,7 +7,9 @@ learner.py      the training step shared by all backends
 grad_guard.py   skips non-finite optimizer steps, detects gradient-norm spikes, scales the loss in float16
 optimizer.py    AdamW and its learning rate schedule
 forward_plan.py plans a forward pass in host memory: shared prompts, positions, the tokens that the head needs
+apart.py        runs the sequences of a packed batch one by one
 heads.py        computes logp and entropy, or a value, for every token in the loss mask
+vision.py       images in the forward pass of a packed batch
 self_check.py   finds the fastest correct way to run a model: shared prompts, packed, one sequence at a time
 probe.py        measures how far each way to run a model deviates from plain transformers
 liger.py        records what Liger's kernels replace in a model, so that the self-check can undo it

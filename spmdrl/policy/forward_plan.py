@@ -16,8 +16,11 @@ import torch.distributed as dist
 
 from spmdrl.data.batch import Batch
 from spmdrl.data.tree import plan_tree
+from spmdrl.hub.images import Payload
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.ulysses import TokenSlice
+from spmdrl.policy.vision import NOTHING, Seen, seen_in
+from spmdrl.spmd.seeds import uniform
 
 Plan = TypeVar("Plan")
 
@@ -49,10 +52,14 @@ class ForwardPlan:
     ids_S: torch.Tensor
     """int64 [S]: token ids in the slice."""
     positions_S: torch.Tensor
-    """int64 [S]: position of each token in its sequences."""
+    """int64 [S]: position of each token in its sequences, or [S, 3] with positions along time, row and column."""
     head: HeadRows
     experts_SLK: torch.Tensor | None = None
     """Experts to route to (`Packing.experts`), or None without routing replay."""
+    images: list[tuple[Payload, ...]] | None = None
+    """The images of each sequence, or None without images."""
+    seen: Seen = NOTHING
+    """The images that the pass reads."""
     layouts: dict[Hashable, Any] = field(default_factory=dict)
     """Cached layouts, as `Packing.computed`."""
 
@@ -66,6 +73,9 @@ def plan_forward(
     shares: bool = False,
     begins_B: torch.Tensor | None = None,
     experts_TLK: torch.Tensor | None = None,
+    images: list[tuple[Payload, ...]] | None = None,
+    mark_T: torch.Tensor | None = None,
+    positions_T3: torch.Tensor | None = None,
 ) -> ForwardPlan:
     """Plan the forward pass of a packed batch. All tensors are in host memory.
 
@@ -73,16 +83,18 @@ def plan_forward(
     predicts a token instead of the one at the token. group: ranks that split the packed batch. shares: compute shared
     tokens once. begins_B: bool [B], False for a sequence that is another path of the previous sequence's episode
     (`data/tree.py`), or None if every episode has one path. experts_TLK: [T, L, K], experts to route to, where -1
-    (FREE) leaves the choice to the router (`hub/routing.py`).
+    (FREE) leaves the choice to the router (`hub/routing.py`). images: the images of each sequence, with their marks
+    (`data/placeholders.py`), or None without images. positions_T3: `vision.positions_of`.
     """
     rows, ids = torch.nonzero(mask_T).flatten(), tokens_T
-    tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK) if shares else None
+    tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK, mark_T) if shares else None
     if tree is None:
         lengths = lengths_B.tolist()
         parents, states = [-1] * len(lengths), rows - int(before)
-        positions = torch.cat([torch.arange(n) for n in lengths])
+        positions = torch.cat([torch.arange(n) for n in lengths]) if positions_T3 is None else positions_T3
     else:
-        lengths, parents, positions = tree.lengths, tree.parents, tree.positions
+        lengths, parents = tree.lengths, tree.parents
+        positions = tree.positions if positions_T3 is None else positions_T3[tree.keep]
         states, ids = tree.place[rows - int(before)], tokens_T[tree.keep]
         experts_TLK = None if experts_TLK is None else experts_TLK[tree.keep]
     part = TokenSlice(sum(lengths), group)
@@ -91,7 +103,11 @@ def plan_forward(
     head = HeadRows(rows, at, tokens_T[rows])
     # `mine` pads with 0, so shift by FREE to make the padding FREE: routers then choose the experts of padding tokens.
     experts = None if experts_TLK is None else part.mine(experts_TLK - FREE) + FREE
-    return ForwardPlan(len(tokens_T), lengths, parents, part, part.mine(ids), part.mine(positions), head, experts)
+    plan = ForwardPlan(len(tokens_T), lengths, parents, part, part.mine(ids), part.mine(positions), head, experts)
+    if images is not None:
+        assert mark_T is not None
+        plan.images, plan.seen = images, seen_in(images, mark_T, None if tree is None else tree.place, part)
+    return plan
 
 
 def kept_plan(batch: Batch, key: Hashable, make: Callable[[], Plan]) -> Plan:
@@ -122,3 +138,19 @@ def for_losses(micro: Batch, device: torch.device) -> Batch:
     """Return a micro-batch on the device, without the columns that only the forward pass reads."""
     columns = {name: x for name, x in micro.token.items() if name not in FORWARD}
     return Batch(micro.lengths, columns, micro.seq).to(device)
+
+
+Noise = tuple[torch.Tensor, torch.Tensor]
+"""Embedding noise: per-token seeds, int64 [T], and per-token scales, [T]. The noise of a token is uniform in ±scale /
+sqrt(embedding dimension)."""
+
+
+def noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
+    """Return uniform noise for the embeddings [1, n, D] of a slice, as in NEFTune (https://arxiv.org/abs/2310.05914).
+
+    The noise of a token depends only on its seed and scale, so it is the same in every layout.
+    """
+    seed_T, scale_T = (part.mine(x) for x in noise)
+    width = torch.arange(like.shape[-1], device=like.device)
+    drawn = uniform(seed_T[:, None], width[None]) * 2 - 1
+    return (drawn * scale_T.double()[:, None] / like.shape[-1] ** 0.5).to(like.dtype)[None]

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from spmdrl.data.batch import Batch
+from spmdrl.hub.images import Payload
+from spmdrl.policy.apart import states_apart
 from spmdrl.policy.attention.packing import Packing, over
-from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
-from spmdrl.policy.forward_plan import ForwardPlan, HeadRows, plan_forward
+from spmdrl.policy.forward_plan import ForwardPlan, HeadRows, Noise, noise_of, plan_forward
 from spmdrl.policy.mixers import layers, rotary
+from spmdrl.policy.vision import encode, positions_of, vision_of
 from spmdrl.spmd.copies import to_device
-from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 from spmdrl_kernels.linear import wide
 
@@ -26,21 +27,6 @@ Form = Literal["tree", "packed", "apart"]
 """How the sequences of a packed batch are run. `tree`: in one forward pass that computes shared tokens once; `packed`:
 in one forward pass without sharing; `apart`: in one forward pass per sequence, with transformers' own attention. All
 forms give the same results up to rounding; `self_check.py` finds the forms that a model supports."""
-
-Noise = tuple[torch.Tensor, torch.Tensor]
-"""Embedding noise: per-token seeds, int64 [T], and per-token scales, [T]. The noise of a token is uniform in ±scale /
-sqrt(embedding dimension)."""
-
-
-def _noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
-    """Return uniform noise for the embeddings [1, n, D] of a slice, as in NEFTune (https://arxiv.org/abs/2310.05914).
-
-    The noise of a token depends only on its seed and scale, so it is the same in every layout.
-    """
-    seed_T, scale_T = (part.mine(x) for x in noise)
-    width = torch.arange(like.shape[-1], device=like.device)
-    drawn = uniform(seed_T[:, None], width[None]) * 2 - 1
-    return (drawn * scale_T.double()[:, None] / like.shape[-1] ** 0.5).to(like.dtype)[None]
 
 
 class Packed(nn.Module):
@@ -61,6 +47,7 @@ class Packed(nn.Module):
         self.hf, self.attention, self.group = hf, attention, group
         self.form: Form = "tree" if share else "packed"
         self.vocabulary: int = self.hf.get_input_embeddings().weight.shape[0]
+        self.vision = vision_of(self.hf)
         layers.install(hf)
         self.moving = rotary.install(hf)
 
@@ -72,56 +59,58 @@ class Packed(nn.Module):
         begins_B: torch.Tensor | None = None,
         experts_TLK: torch.Tensor | None = None,
         before: bool | None = None,
+        images: list[tuple[Payload, ...]] | None = None,
+        mark_T: torch.Tensor | None = None,
     ) -> ForwardPlan:
         """Plan a forward pass in this module's form. Arguments as in `plan_forward`; before=None uses `self.before`."""
         assert self.form != "apart" or experts_TLK is None, "self_check.py refuses routing replay in this form"
         before = self.before if before is None else before
         pack = tokens_T, lengths_B, mask_T, before, None if self.form == "apart" else self.group
-        return plan_forward(*pack, self.shares(lengths_B), begins_B, experts_TLK)
+        seen: tuple[Any, ...] = ()
+        if images is not None and any(images):
+            assert self.vision is not None, "`vision.check_images` refuses images"
+            seen = images, mark_T, positions_of(tokens_T, lengths_B, images, self.vision)
+        return plan_forward(*pack, self.shares(lengths_B), begins_B, experts_TLK, *seen)
 
     def shares(self, lengths_B: torch.Tensor) -> bool:
         """Return True if shared tokens are computed once in a packed batch with these sequence lengths."""
         return self.form == "tree" and rotary.alike(self.moving, lengths_B.tolist())
 
-    def run(self, plan: ForwardPlan, noise: Noise | None = None, forwards: int = 0) -> tuple[torch.Tensor, HeadRows]:
+    def run(
+        self, plan: ForwardPlan, noise: Noise | None = None, forwards: int = 0, looks: bool = False
+    ) -> tuple[torch.Tensor, HeadRows]:
         """Run a packed batch; return hidden states [n, D] for this rank's tokens in the loss mask, and their rows.
 
-        noise: embedding noise, on the device; not supported with shared prompts. forwards: number of forward passes in
-        the form `apart`, at least B. This number must be the same on all ranks that shard the weights, because each
-        forward pass all-gathers the weights.
+        noise: embedding noise, on the device; not supported with shared prompts or images. forwards: number of forward
+        passes in the form `apart`, at least B. looks: run the vision tower even without images. Both must be the same
+        on all ranks that shard the weights, because each pass through a module all-gathers its weights.
         """
+        looks = looks or plan.images is not None
+        assert noise is None or not looks, "noise excludes images"
         device = next(self.hf.parameters()).device
         part, (ids, positions, experts, head) = (
             plan.part,
             to_device((plan.ids_S[None], plan.positions_S[None], plan.experts_SLK, plan.head), device),
         )
         if self.form == "apart":
-            states = self._apart(ids[0], plan.lengths, noise, forwards)
+            states = states_apart(self.hf, self.vision, ids[0], positions[0], plan, noise, forwards, looks)
             return states.index_select(0, head.states), head
         packing = Packing(plan.lengths, plan.parents, device, self.attention, part, experts, plan.layouts)
         given: dict[str, Any] = {"input_ids": ids}
         if noise is not None:
             assert packing.roots == len(plan.lengths), "noise excludes shared prompts"
             embedded = self.hf.get_input_embeddings()(ids)
-            given = {"inputs_embeds": embedded + _noise_of(noise, part, embedded)}
+            given = {"inputs_embeds": embedded + noise_of(noise, part, embedded)}
+        if looks:
+            assert self.vision is not None
+            given |= encode(self.hf, self.vision, plan.seen, device)
+        if positions.dim() == 3:
+            positions = positions.permute(2, 0, 1)
         with over(packing):
             states = self.hf.base_model(
                 **given, position_ids=positions, use_cache=False, packing=packing
             ).last_hidden_state[0]
         return states.index_select(0, head.states), head
-
-    def _apart(self, tokens_T: torch.Tensor, lengths: list[int], noise: Noise | None, forwards: int) -> torch.Tensor:
-        """Return hidden states [T, D] of a packed batch by running the HF model on one sequence at a time."""
-        given: list[dict[str, torch.Tensor]] = [{"input_ids": ids[None]} for ids in tokens_T.split(lengths)]
-        if noise is not None:
-            embedded = self.hf.get_input_embeddings()(tokens_T)[None]
-            embedded = embedded + _noise_of(noise, TokenSlice(len(tokens_T)), embedded)
-            given = [{"inputs_embeds": part} for part in embedded.split(lengths, 1)]
-        states = [self.hf.base_model(**each, use_cache=False).last_hidden_state[0] for each in given]
-        for _ in range(forwards - len(lengths)):
-            # The output is unused, but its backward must run, because ranks with more sequences run one too.
-            states.append(self.hf.base_model(input_ids=tokens_T[None, :2], use_cache=False).last_hidden_state[0, :0])
-        return torch.cat(states)
 
     def states(self, plan: ForwardPlan) -> torch.Tensor:
         """Return the hidden states [T, D] that the head receives, zeros where the mask is False; used by `probe.py`."""

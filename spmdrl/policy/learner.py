@@ -14,11 +14,13 @@ from spmdrl.data.microbatch import microbatch_count, microbatches, units_of
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import fp8_blocks
 from spmdrl.hub.resolve import resolve
+from spmdrl.hub.vision import Vision
 from spmdrl.policy.attention.ulysses import check_same
 from spmdrl.policy.contract import Head, HeadFunction, Objective, Second, Shared, Write
 from spmdrl.policy.grad_guard import AnomalousStep, Guard, LossScale, SummedLoss
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
+from spmdrl.policy.vision import check_images
 from spmdrl.spmd.copies import on_host
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
@@ -35,6 +37,8 @@ class Learner:
     """The transformers config that the model was built from."""
     can_share = False
     """True if the backend can compute a prompt once for all its samples (`--policy.share-prompts`)."""
+    vision: Vision | None = None
+    """Facts of a model that reads images."""
     keeps_masters = False
     """True if saved optimizer state always includes the master weights, even if `model/` stores them unrounded."""
 
@@ -96,6 +100,7 @@ class Learner:
     def microbatches(self, batch: Batch) -> list[Batch]:
         """Split a batch into the same number of micro-batches on every rank; some can be empty. Collective."""
         check_same(batch, self.world.sp_group, self.world.device)
+        check_images(batch, self.vision)
         budget = self.cfg.policy.max_tokens_per_microbatch
         units = units_of(batch, budget, self.share)
         count = self.world.data_peers.most(microbatch_count(torch.tensor([u.tokens for u in units]), budget))

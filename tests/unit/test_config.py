@@ -223,7 +223,7 @@ def test_unknown_names_are_one_message_with_the_nearest_and_the_file(yaml_file):
         f"{path}:2: unknown key run.stepz; did you mean run.steps?",
         f"{path}:4: unknown key rollout.temperatur; did you mean rollout.temperature?",
         f"{path}:5: model is a section, not a setting; it holds model.path, model.dtype, model.trust_remote_code, "
-        "model.self_check",
+        "model.freeze, model.self_check",
         f"{path}:6: unknown key rolout.tp; did you mean rollout.tp?",
         "unknown flag --steps; did you mean --run.steps?",
         "unknown flag --polic.offload; did you mean --policy.offload?",
@@ -603,7 +603,7 @@ def test_secrets_do_not_reach_the_dump():
     plain = dataclasses.asdict(Config())
     plain["optimizer"]["betas"], plain["tracking"]["trackers"] = [0.9, 0.99], ["jsonl", "tensorboard"]
     plain["algo"]["part_weights"], plain["lora"]["targets"] = [], ["all-linear"]
-    plain["reward"]["more"], plain["reward"]["gate"] = [], []
+    plain["reward"]["more"], plain["reward"]["gate"], plain["model"]["freeze"] = [], [], []
     assert to_dict(Config()) == plain
     assert redact("model.path", "org/name@0123456789abcdef0123456789abcdef01234567").startswith("org/name@0")
 

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.config.schema import TrainingConfig
-from spmdrl.hub.build import DTYPES
+from spmdrl.hub.build import DTYPES, sees_images
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.attention.packing import LengthClass, Packing
@@ -205,23 +205,25 @@ def own_attention(hf: Any) -> str:
 
 
 def use_attention(hf: Any, name: str) -> None:
-    """Set the attention implementation of all layers, starting with the next forward pass."""
+    """Set the attention implementation of all layers except those of a vision tower, from the next forward pass on."""
     for config in _configs(hf):
-        config._attn_implementation = name
+        # A dict leaves the configs inside this one, such as that of a vision tower, as they are.
+        config._attn_implementation = {"": name}
 
 
 @contextmanager
 def with_attention(hf: Any, name: str) -> Iterator[None]:
-    """Use the attention implementation `name` in all layers inside this context."""
+    """Use the attention implementation `name` inside this context, in the layers that `use_attention` sets."""
     before = [(config, config._attn_implementation) for config in _configs(hf)]
     use_attention(hf, name)
     try:
         yield
     finally:
         for config, own in before:
-            config._attn_implementation = own
+            config._attn_implementation = {"": own}
 
 
 def _configs(hf: Any) -> list[Any]:
     known = {id(config): config for m in hf.modules() if (config := getattr(m, "config", None)) is not None}
-    return [config for config in known.values() if hasattr(config, "_attn_implementation")]
+    tower = getattr(hf.config, "vision_config", None) if sees_images(hf.config) else None
+    return [config for config in known.values() if hasattr(config, "_attn_implementation") and config is not tower]

@@ -175,7 +175,8 @@ def check_same(batch: Batch, group: dist.ProcessGroup | None, device: torch.devi
     if group is None:
         return
     tokens, lengths = batch.token["tokens"], batch.lengths
-    sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (tokens, lengths)]
+    marks = batch.token.get("image", tokens[:0])
+    sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (tokens, lengths, marks)]
     mine = torch.stack([*sums, lengths.sum(), batch.token["mask"].sum()]).to(device)
     ends = all_reduce(torch.stack([mine, -mine]), "max", group)
     assert torch.equal(ends[0], -ends[1]), "ranks of one sp group have different sequences: see data/distribute.py"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from spmdrl.hub.build import decoder_layers
+from spmdrl.hub.build import decoder_layers, vision_layers
 from spmdrl.policy.attention import packed
 from spmdrl.policy.attention.packing import again
 from spmdrl.policy.liger import remember
@@ -21,11 +21,11 @@ RMSNorm, rotary embeddings and SwiGLU."""
 
 
 def recompute(hf: Any) -> None:
-    """Enable activation checkpointing for each decoder layer.
+    """Enable activation checkpointing for each layer of the decoder and of a vision tower.
 
     transformers' own activation checkpointing is not used, because it requires training mode, which enables dropout.
     """
-    for layer in decoder_layers(hf):
+    for layer in [*decoder_layers(hf), *vision_layers(hf)]:
         # RNG states need not be restored, because no layer draws random numbers in eval mode.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=again

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.config.engines import Part
 from spmdrl.data.batch import Batch
+from spmdrl.data.placeholders import COLUMN
 from spmdrl.health.status import tick
 from spmdrl.hub.build import empty_model
 from spmdrl.hub.lora import attach, is_adapter, plain_name, without_adapters
@@ -35,6 +36,7 @@ from spmdrl.policy.grad_guard import scaled
 from spmdrl.policy.heads import Form, stand_in
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.optimizer import make_optimizer
+from spmdrl.policy.vision import Passes, frozen_names, passes, vision_of
 from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.tracking.metrics import Metrics
@@ -66,7 +68,9 @@ class FsdpPolicy(Learner):
         if cfg.policy.activation_checkpointing != "none" and trainable:
             recompute(hf)
         self.share = cfg.policy.share_prompts and head not in SCORES
-        trained = is_adapter if adapt and trainable else (lambda name: trainable)
+        self.vision = vision_of(hf)
+        frozen = {f"hf.{n}" for n in frozen_names(hf, self.vision, cfg.model.freeze if trainable else (), path)}
+        trained = is_adapter if adapt and trainable else (lambda name: trainable and name not in frozen)
         # Typed as Any, because fully_shard adds methods and replaces parameters with DTensors.
         self.model: Any
         self.model, self.gather = sharded(hf, cfg, self.world, head, self.compute, self.share, trained)
@@ -95,7 +99,8 @@ class FsdpPolicy(Learner):
             compile_layers(hf)
         # A reward model can be initialised from a language model, whose folder has no score head. The folder of a
         # classifier must include the head.
-        generates = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
+        ends = "ForCausalLM", "ForConditionalGeneration"
+        generates = any(name.endswith(ends) for name in hf.config.architectures or [])
         self.new_head = head == "value" or (head in SCORES and trainable and generates)
         self.layout, self.hf_config = Layout(hf), hf.config
         return hf
@@ -129,38 +134,33 @@ class FsdpPolicy(Learner):
         def make() -> ForwardPlan:
             experts = batch.token["experts"].unflatten(1, (-1, routers.experts.top_k)) if routers else None
             begins = batch.begins if self.share and batch.branches else None
-            return model.plan(tokens_T, batch.lengths, mask_T, begins, experts)
+            seen = batch.images, batch.token.get(COLUMN)
+            return model.plan(tokens_T, batch.lengths, mask_T, begins, experts, None, *seen)
 
         return kept_plan(batch, (model.form, model.before, routers is None, model.shares(batch.lengths)), make)
 
-    def _forwards(self, micros: list[Batch]) -> list[int]:
-        """Return the number of forward passes per micro-batch in the form `apart`, zeros in other forms. Collective.
-
-        In this form, every sequence is a separate pass that all-gathers shards, so all ranks must run the same number.
-        """
-        if self.form != "apart" or not micros:
-            return [0] * len(micros)
-        counts = torch.tensor([max(len(micro), 1) for micro in micros], device=self.world.device)
-        return all_reduce(counts, "max", self.world.data_group).tolist()
+    def _passes(self, micros: list[Batch]) -> list[Passes]:
+        apart, sees = self.form == "apart", self.vision is not None
+        return passes(micros, apart, sees, self.world.data_group, self.world.device)
 
     def _forward(
         self,
         batch: Batch,
-        forwards: int,
+        ran: Passes,
         temperature: float,
         second: Second = "entropy",
         token_loss: TokenLoss | HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the head's tensors. Ranks without sequences run a dummy batch, because other ranks need their shards.
 
-        forwards: number of forward passes in the form `apart`.
+        ran: the element of `passes` for this micro-batch.
         """
         assert not self.away, "offloaded: memory.training_phase brings it back"
         tick()
         real = len(batch) > 0
         more: dict[str, Any] = {} if token_loss is None else {"token_loss": token_loss}
-        if forwards:
-            more["forwards"] = forwards
+        if any(ran):
+            more["forwards"], more["looks"] = ran
         if real and "noise" in batch.token:
             more["noise"] = to_device((batch.token["noise"], batch.token["noise_scale"]), self.world.device)
         # Run real and dummy batches on the same line, because the lockstep recorder compares line numbers across ranks.
@@ -173,8 +173,8 @@ class FsdpPolicy(Learner):
     ) -> Iterator[tuple]:
         """Implements `Learner.numbers`; gathered weights are freed at the end."""
         try:
-            for micro, forwards in zip(micros, self._forwards(micros), strict=True):
-                yield self._forward(micro, forwards, temperature, second, function)
+            for micro, ran in zip(micros, self._passes(micros), strict=True):
+                yield self._forward(micro, ran, temperature, second, function)
         finally:
             self.reshard()
 
@@ -204,7 +204,7 @@ class FsdpPolicy(Learner):
         """
         metrics, each = Metrics(), self.cfg.policy.reduce_gradients == "each"
         scale = self.loss_scale.scale if self.loss_scale else 1.0
-        for i, (micro, forwards) in enumerate(zip(micros, self._forwards(micros), strict=True)):
+        for i, (micro, ran) in enumerate(zip(micros, self._passes(micros), strict=True)):
             last = i == len(micros) - 1
             self.model.set_requires_gradient_sync(each or last)
             self.model.set_requires_all_reduce(last)
@@ -213,7 +213,7 @@ class FsdpPolicy(Learner):
             self.model.set_reshard_after_backward(last, recurse=self.gather != "layers")
             placed = for_losses(micro, self.world.device)
             token_loss = scaled(objective.token_loss(placed, shared) if len(micro) else None, scale)
-            run = forwards, objective.temperature, objective.second, token_loss
+            run = ran, objective.temperature, objective.second, token_loss
             first_T, second_T, *chunked = self._forward(micro, *run)
             # A chunked loss already has its gradient; the loss is only computed again for the statistics.
             with torch.set_grad_enabled(not chunked):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from spmdrl.config.backends import way_to_gather
 from spmdrl.config.schema import TrainingConfig
-from spmdrl.hub.build import decoder_layers, give_memory
+from spmdrl.hub.build import decoder_layers, give_memory, vision_layers
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.lora import initial_values, is_adapter, plain_name
 from spmdrl.policy.contract import SCORES, Head
@@ -24,7 +24,7 @@ from spmdrl.weights.sources import Sources
 
 
 def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, way: str, direct: bool) -> None:
-    """Apply fully_shard over `world.shard_mesh` to the model, and to each decoder layer unless `way` is `whole`.
+    """Apply fully_shard over `world.shard_mesh` to the model, and to each layer unless `way` is `whole`.
 
     compute: dtype of the forward pass. way: the result of `way_to_gather`. direct: with gloo, send directly between
     ranks (`spmd/gloo.py`) instead of using gloo's ring algorithm.
@@ -36,8 +36,12 @@ def _shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, w
     )
     for layer in decoder_layers(model.hf) if way != "whole" else ():
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=way == "layers")
+    # A vision tower keeps its rotary tables in float32, while its other inputs already have the compute dtype.
+    uncast = replace(mixed, cast_forward_inputs=False)
+    for layer in vision_layers(model.hf) if way != "whole" else ():
+        fully_shard(layer, mesh=mesh, mp_policy=uncast, reshard_after_forward=way == "layers")
     # FSDP must not cast the root inputs, which include the loss's per-token inputs (old_logp, advantages, ...).
-    fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=uncast, reshard_after_forward=False)
     for further in ("states", "plain", "off"):
         register_fsdp_forward_method(model, further)
     module: Any

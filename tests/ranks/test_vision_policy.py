@@ -1,0 +1,127 @@
+"""Law 2 with images: mixed rows of text and images on 1 and 2 ranks give one gradient, frozen parts stay as they are,
+and a saved checkpoint is the model in transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.config.schema import ParallelConfig
+from spmdrl.policy.objectives.likelihood import SftObjective
+from spmdrl.policy.vision import part_of
+from spmdrl.spmd.mesh import world_from_group
+from tests.ranks.cases import build_policy, config, full_weights, gradients_of, relative, small_model
+from tests.ranks.harness import run_ranks
+from tests.unit.vision_packs import ROWS, batch_of, facts, save
+
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "idefics3"]
+SHARES = {
+    "2 ranks": [[0, 1, 4, 6], [2, 3, 5]],
+    "no image on a rank": [[0, 1, 2, 3, 6], [4, 5]],
+    "nothing": [range(7), []],
+}
+"""Rows of each of two ranks."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {family: save(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+
+
+def settings(folder: str, **sections):
+    return config(model={"path": folder, "dtype": "float64"} | sections.pop("model", {}), **sections)
+
+
+def share(family: str, rows) -> object:
+    return batch_of(family).select(torch.tensor(list(rows), dtype=torch.int64))
+
+
+def gradient_of(cfg, world, batch) -> dict[str, torch.Tensor]:
+    """Builds a policy and makes one step; returns its gradient."""
+    policy = build_policy(cfg, world)
+    objective = SftObjective("nll", world.data_peers)
+    return gradients_of(policy, lambda: policy.update(batch, objective))[0]
+
+
+def gradients(world, folders):
+    """Returns by family and layout the gradient on this many ranks, with micro-batches of one group each and of all."""
+    out = {}
+    for family, folder in folders.items():
+        for name, rows in SHARES.items():
+            mine = range(len(ROWS)) if world.size == 1 else rows[world.rank]
+            for budget in (90, 400):
+                for way in ("layers", "whole"):
+                    policy = {"max_tokens_per_microbatch": budget, "share_prompts": budget == 400, "gather": way}
+                    cfg = settings(folder, policy=policy)
+                    out[family, name, budget, way] = gradient_of(cfg, world, share(family, mine))
+            if world.size == 1:
+                break
+    return out
+
+
+def test_layout_ranks_with_and_without_images_give_one_gradient(models):
+    alone, (two, _) = run_ranks(gradients, 1, models)[0], run_ranks(gradients, 2, models)
+    for (family, name, budget, way), got in two.items():
+        want = alone[family, "2 ranks", 400, "whole"]
+        assert relative(want, got) <= 1e-6, (family, name, budget, way)
+    for key, got in alone.items():
+        assert relative(alone[key[0], "2 ranks", 400, "whole"], got) <= 1e-6, key
+
+
+def divided(world, folders):
+    """Returns gradients with packs that are divided over the ranks (Ulysses)."""
+    world = world_from_group(ParallelConfig(sp=world.size), 1, world.device, world.rank)
+    return {f: gradient_of(settings(folder), world, batch_of(f)) for f, folder in folders.items()}
+
+
+def test_layout_packs_with_images_divided_over_ranks_give_one_gradient(models):
+    alone, divided_ = run_ranks(divided, 1, models)[0], run_ranks(divided, 2, models)[0]
+    assert all(relative(alone[family], divided_[family]) <= 1e-6 for family in models)
+
+
+def trained(world, folder, family, out, freeze):
+    """Makes two steps and saves; returns weights before and after, and log p after them."""
+    cfg = settings(folder, model={"freeze": freeze})
+    policy, batch = build_policy(cfg, world), batch_of(family)
+    before = full_weights(policy)
+    for _ in range(2):
+        policy.update(batch, SftObjective("nll", world.data_peers))
+    Path(out).mkdir(exist_ok=True)
+    policy.save(Path(out))
+    state = {name for name, p in policy.model.named_parameters() if p in policy.optimizer.state}
+    resumed = build_policy(cfg, world)
+    resumed.load(Path(out))
+    same = all(torch.equal(x, full_weights(policy)[n]) for n, x in full_weights(resumed).items())
+    return before, full_weights(policy), policy.logprobs(batch, 1.0)[0], state, same
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("freeze", [(), ("vision",), ("vision", "projector")])
+def test_frozen_parts_stay_and_a_checkpoint_is_the_model(models, family, freeze, tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    from tests.unit.test_vision_policy import alone_in
+
+    before, after, logp, state, same = run_ranks(trained, 1, models[family], family, str(tmp_path / "c"), freeze)[0]
+    vision, batch = facts(family)[0], batch_of(family)
+    assert same
+    for name, x in after.items():
+        frozen = part_of(name, vision) in freeze
+        assert torch.equal(x, before[name]) == frozen, name
+        assert (f"hf.{name}" in state) != frozen
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "c" / "model", dtype=torch.float64)
+    assert (alone_in(saved.eval(), vision, batch) - logp).abs().max() <= 1e-10
+    assert json.loads((tmp_path / "c" / "model" / "config.json").read_text())["architectures"] == [type(saved).__name__]
+    assert (tmp_path / "c" / "model" / "preprocessor_config.json").exists()
+
+
+def refused(world, folder):
+    try:
+        build_policy(config(model={"path": folder, "freeze": ("vision",)}), world)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_part_that_the_model_lacks_is_refused(tmp_path):
+    assert "--model.freeze vision" in run_ranks(refused, 1, small_model(tmp_path / "m"))[0]
