@@ -42,8 +42,8 @@ class Batch:
     sequence is an episode. If a batch repeats an episode, the path indices of each copy continue those of the previous
     copy.
 
-    images: per sequence, the payloads (`hub/images.py`) of its images in the order of their tokens, or None if no
-    sequence has images. Payloads stay on the host and are shared by reference.
+    images: per sequence, the payloads (`hub/images.py`) of its images in the order of their tokens, or None if the
+    batches of all ranks are text. Payloads stay on the host and are shared by reference.
 
     host: the host batch from which this one was copied to a device; a host batch refers to itself.
 

@@ -11,6 +11,7 @@ from spmdrl.config.judge import engine_judges
 from spmdrl.config.schema import Config
 from spmdrl.data.template_ends import end_of_turn_tokens
 from spmdrl.engines.engine import Engine, kv_bytes_per_token, longest_sequence, model_config
+from spmdrl.hub.build import sees_images
 from spmdrl.hub.ends import named_ends
 from spmdrl.hub.folder import read_config
 from spmdrl.spmd.world import World
@@ -80,8 +81,9 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     """Raise ValueError if the model is multimodal and the engine cannot run it.
 
-    transformers has no causal language model class for models that take images or audio. vLLM has such classes, but
-    vLLM's CPU build cannot run them without torchvision.
+    transformers has no causal language model class for models that take images or audio; the HF engine runs the
+    families that `hub/vision.py` lists. vLLM has classes for all of them, but vLLM's CPU build cannot run these models
+    without torchvision.
     """
     from transformers import AutoModelForCausalLM
 
@@ -89,7 +91,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     own = "AutoModelForCausalLM" in (getattr(model, "auto_map", None) or {})
     if own or type(model) in AutoModelForCausalLM._model_mapping:
         return
-    if engine == "hf":
+    if engine == "hf" and not sees_images(model):
         raise ValueError(
             f"--rollout.engine hf: transformers has no causal language model for {model.model_type}; take "
             "--rollout.engine vllm on a GPU"

@@ -113,9 +113,10 @@ def check_images(batch: Batch, vision: Vision | None) -> None:
         return
     if "noise" in batch.token and any(batch.images or ()):
         raise ValueError("--sft.neftune adds no noise to embeddings of images: leave it out, or train on text only")
-    stray_T = batch.token["tokens"] == vision.image
-    if batch.images is not None:
-        stray_T = stray_T & (batch.token[COLUMN] == 0)
+    if batch.images is None:
+        # Without images, transformers embeds a placeholder as any other token.
+        return
+    stray_T = (batch.token["tokens"] == vision.image) & (batch.token[COLUMN] == 0)
     if bool(stray_T.any()):
         raise ValueError(
             f"{int(stray_T.sum())} tokens are placeholders of images (id {vision.image}) but belong to no image; these "
@@ -163,9 +164,10 @@ def passes(
 ) -> list[Passes]:
     """Agree over ranks on the forward pass of each micro-batch. Collective if `apart` or `sees`.
 
-    apart: every sequence is a separate forward pass. sees: the model reads images. Returns, for each micro-batch, the
-    maximum number of separate passes (0 unless `apart`), and whether a rank's micro-batch has images. Every pass
-    all-gathers shards, so all ranks must run the same number, and must run the vision tower in the same ones.
+    apart: every sequence is a separate forward pass. sees: the batches have lists of images, as on all other ranks.
+    Returns, for each micro-batch, the maximum number of separate passes (0 unless `apart`), and whether any rank's has
+    images. Every pass all-gathers shards, so all ranks must run the same number, and must run the vision tower in the
+    same ones.
     """
     if not micros or not (apart or sees):
         return [(0, False)] * len(micros)

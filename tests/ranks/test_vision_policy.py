@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spmdrl.config.schema import ParallelConfig
+from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.objectives.likelihood import SftObjective
 from spmdrl.policy.vision import part_of
 from spmdrl.spmd.mesh import world_from_group
@@ -114,6 +115,24 @@ def test_frozen_parts_stay_and_a_checkpoint_is_the_model(models, family, freeze,
     assert (alone_in(saved.eval(), vision, batch) - logp).abs().max() <= 1e-10
     assert json.loads((tmp_path / "c" / "model" / "config.json").read_text())["architectures"] == [type(saved).__name__]
     assert (tmp_path / "c" / "model" / "preprocessor_config.json").exists()
+
+
+def on_text(world, folder):
+    """Makes a step on rows without images, and a step with adapters on rows with images; returns what they changed."""
+    out = []
+    for rank, rows in ((0, [4, 5]), (4, range(len(ROWS)))):
+        cfg = settings(folder, lora={"rank": rank})
+        policy = FsdpPolicy(cfg, world, 100, True, adapt=bool(rank))
+        before = full_weights(policy)
+        policy.update(share("qwen3_vl", rows), SftObjective("nll", world.data_peers))
+        out.append({name for name, x in full_weights(policy).items() if not torch.equal(x, before[name])})
+    return out
+
+
+def test_text_alone_leaves_the_tower_as_it_is_and_adapters_are_in_the_language_model(models):
+    text, adapters = run_ranks(on_text, 1, models["qwen3_vl"])[0]
+    assert text and not any(".visual." in name for name in text)
+    assert adapters and all("language_model" in name and ".lora_" in name for name in adapters)
 
 
 def refused(world, folder):

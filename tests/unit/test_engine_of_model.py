@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen2_5_VLConfig
+from transformers import LlavaConfig, Qwen2_5_VLConfig
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
@@ -13,9 +13,7 @@ from spmdrl.engines.build import check_engine, check_kind
 from spmdrl.hub.folder import TINY
 from tests.ranks.cases import config
 
-HF = (
-    "--rollout.engine hf: transformers has no causal language model for qwen2_5_vl; take --rollout.engine vllm on a GPU"
-)
+HF = "--rollout.engine hf: transformers has no causal language model for llava; take --rollout.engine vllm on a GPU"
 VLLM = "--rollout.engine vllm: vLLM on a CPU cannot run qwen2_5_vl; it needs a GPU"
 
 
@@ -24,10 +22,17 @@ def with_weights(folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "on_cpu", "says"), [("hf", True, HF), ("hf", False, HF), ("vllm", True, VLLM), ("vllm", False, "")]
+    ("engine", "on_cpu", "config_class", "says"),
+    [
+        ("hf", True, LlavaConfig, HF),
+        ("hf", False, LlavaConfig, HF),
+        ("hf", True, Qwen2_5_VLConfig, ""),
+        ("vllm", True, Qwen2_5_VLConfig, VLLM),
+        ("vllm", False, Qwen2_5_VLConfig, ""),
+    ],
 )
-def test_a_model_that_reads_more_than_text(engine, on_cpu, says, tmp_path):
-    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+def test_a_model_that_reads_more_than_text(engine, on_cpu, config_class, says, tmp_path):
+    config_class().save_pretrained(tmp_path)
     with_weights(tmp_path)
     cfg = config(model={"path": str(tmp_path)}, rollout={"engine": engine})
     if says:

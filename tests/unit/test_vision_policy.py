@@ -37,6 +37,7 @@ def logp(model: PackedLM, batch: Batch, looks: bool = False) -> torch.Tensor:
         batch.token["mask"],
         images=batch.images,
         mark_T=batch.token["image"],
+        begins_B=batch.begins if batch.branches else None,
     )
     return model(plan, 1.0, looks=looks)[0]
 
@@ -77,6 +78,24 @@ def test_layout_a_pack_and_a_tree_give_what_each_sequence_gets_alone(family):
     for form in ("packed", "tree"):
         assert found[form].keys() == found["apart"].keys() == {name for name, _ in model.hf.named_parameters()}
         assert max((found[form][n] - x).abs().max() for n, x in found["apart"].items()) <= 1e-5 * most, form
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
+def test_layout_paths_of_an_episode_that_show_different_images_give_what_each_gets_alone(family):
+    # The second path shows the first path's images, then other ones; its text continues from other positions.
+    rows = [(["a ", " b ", " c"], (0, 1), 4), (["a ", " b ", " c"], (0, 2), 4), (["a ", " b ", " d"], (0, 2), 3)]
+    batch = batch_of(family, rows)
+    batch.seq |= {"path": torch.arange(3), "paths": torch.full((3,), 3), "position": torch.zeros(3, dtype=torch.int64)}
+    model = model_of(family, "tree")
+    with torch.no_grad():
+        got = logp(model, batch)
+    assert (got - alone_in(tiny(family, torch.float64), facts(family)[0], batch)).abs().max() <= 1e-12
+    plan = model.plan(
+        *(batch.token["tokens"], batch.lengths, batch.token["mask"], batch.begins),
+        images=batch.images,
+        mark_T=batch.token["image"],
+    )
+    assert len(plan.seen.features_n) == sum(image.tokens for image in facts(family)[1]) < len(plan.ids_S)
 
 
 def test_an_image_is_encoded_once_for_all_sequences_that_show_it():

@@ -140,7 +140,7 @@ class FsdpPolicy(Learner):
         return kept_plan(batch, (model.form, model.before, routers is None, model.shares(batch.lengths)), make)
 
     def _passes(self, micros: list[Batch]) -> list[Passes]:
-        apart, sees = self.form == "apart", self.vision is not None
+        apart, sees = self.form == "apart", any(micro.images is not None for micro in micros)
         return passes(micros, apart, sees, self.world.data_group, self.world.device)
 
     def _forward(
