@@ -2,7 +2,6 @@
 
 import io
 import json
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -20,17 +19,9 @@ from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
 from spmdrl.supervised.rows import pack
 from tests.unit import vision_models as tiny
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE{% else %}"
-    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 def encoder(family: str, folder: Path, max_tokens: int = 2048) -> Encoder:
-    tokenizer = deepcopy(tiny.tokenizer())
-    tokenizer.chat_template = TEMPLATE.replace("IMAGE", "{{ '" + tiny.image_text(family) + "' }}")
+    tokenizer = tiny.chat_tokenizer(family)
     (folder / "preprocessor_config.json").write_text(json.dumps(tiny.processor_settings(family)))
     reader = ImageReader(folder, read_vision(tiny.config(family), tokenizer))
     return Encoder(SFTConfig().data, tokenizer, max_tokens, "assistant", reader)

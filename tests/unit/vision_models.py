@@ -1,6 +1,9 @@
 """Tiny random models that read images, with their tokenizer, processors and images; nothing is downloaded."""
 
+import json
+from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,6 +136,30 @@ def processor_settings(family: str) -> dict[str, Any]:
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 64 * 4, "longest_edge": 64 * 30},
     }
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE{% else %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Chat template of all families; IMAGE stands for `image_text`."""
+
+
+def chat_tokenizer(family: str) -> Any:
+    """A copy of the tokenizer with the family's chat template."""
+    made = deepcopy(tokenizer())
+    made.chat_template = TEMPLATE.replace("IMAGE", "{{ '" + image_text(family) + "' }}")
+    return made
+
+
+def saved(family: str, folder: Path) -> Path:
+    """Write a folder like a published model's: the tiny model, its tokenizer with a template, and its processor."""
+    tiny(family).save_pretrained(folder)
+    chat_tokenizer(family).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor_settings(family)))
+    return folder
 
 
 def images(n: int, seed: int = 0) -> list[Image.Image]:
