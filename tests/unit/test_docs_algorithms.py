@@ -58,6 +58,7 @@ ELSEWHERE = (
     "settings",
     "sft",
     "slurm",
+    "vision",
 )
 """Pages without settings of methods; test_docs_{engines,megatron,slurm,agents}.py and more check theirs."""
 METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "usage")]
