@@ -53,6 +53,27 @@ def with_images(batch: Batch, images: list[tuple[Any, ...]], placeholder: int) -
     return out
 
 
+def marks_of(payloads: list[Any], here_L: torch.Tensor) -> torch.Tensor:
+    """Return the column `image` of one sequence, int64 [L]. here_L: bool [L], True at the placeholders of payloads."""
+    out_L = torch.zeros(len(here_L), dtype=torch.int64)
+    marks = torch.tensor([mark_of(payload.name, i) for i, payload in enumerate(payloads)], dtype=torch.int64)
+    out_L[here_L] = torch.repeat_interleave(marks, torch.tensor([p.tokens for p in payloads], dtype=torch.int64))
+    return out_L
+
+
+def told_apart(tokens_L: torch.Tensor, mark_L: torch.Tensor | None) -> torch.Tensor:
+    """Return the tokens of a sequence with a negative number for each placeholder, which depends on the image.
+
+    So sequences that show different images are different. The numbers fit into int32. mark_L: the column `image`, or
+    None without images.
+    """
+    if mark_L is None:
+        return tokens_L
+    # Each placeholder of an image holds other bits of the mark.
+    bits_L = (mark_L >> torch.arange(len(mark_L)) % 32) & (2**31 - 1)
+    return torch.where(mark_L > 0, -1 - bits_L, tokens_L)
+
+
 def refuse_images(batch: Batch, what: str) -> None:
     """Raise ValueError if a sequence of the batch has images. what: the part of spmdrl that does not support them."""
     if batch.images is not None and any(batch.images):

@@ -24,6 +24,7 @@ from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models, backend
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.checkpoints import Checkpoints
+from spmdrl.session.image_reader import ImageReader, image_reader
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.generators import generator_states, set_generator_states
@@ -43,16 +44,26 @@ class Start:
     longest: int
     """Maximum number of tokens per sequence."""
     encode: Encode
+    placeholder: int | None = None
+    """Id of the placeholder tokens of images, or None if the job or its model reads text only."""
 
 
-def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
+def begin(
+    cfg: SupervisedConfig,
+    folder: Path,
+    encoder: Callable[[Any, int, ImageReader | None], Encode],
+    images: bool = False,
+) -> Start:
     """Load the model's tokenizer and length limit, and build the encoder.
 
-    encoder: function that takes the tokenizer and the maximum number of tokens per sequence, and returns a row encoder.
+    encoder: function that takes the tokenizer, the maximum number of tokens per sequence, and the reader of images or
+    None, and returns a row encoder. images: whether the job reads images, if its model does.
     """
     trust = cfg.model.trust_remote_code
     tokenizer, longest = load_tokenizer(folder, trust), min(cfg.data.max_tokens, context_length(folder, trust))
-    return Start(folder, tokenizer, longest, encoder(tokenizer, longest))
+    reader = image_reader(folder, tokenizer, trust) if images else None
+    placeholder = reader.vision.image if reader else None
+    return Start(folder, tokenizer, longest, encoder(tokenizer, longest, reader), placeholder)
 
 
 def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:

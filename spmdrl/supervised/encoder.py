@@ -10,6 +10,7 @@ from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.dialogues import Columns, Example, as_dialogue, example_of
+from spmdrl.data.placeholders import COLUMN, marks_of
 from spmdrl.data.rendering import Renderer
 from spmdrl.data.row_columns import RowError
 from spmdrl.data.shown import LOOKED, UNSHOWN, check_read, unshown
@@ -43,7 +44,8 @@ def expanded(reader: ImageReader, sequence: Masked, shown: list[Payload]) -> Mas
     found = reader.expand(sequence.tokens, shown[: int(here.sum())])
     mask = sequence.mask[found.origin] & ~here[found.origin]
     images = [(payload, *span) for payload, span in zip(shown, found.spans, strict=False)]
-    return Masked(found.ids, mask, images=images)
+    marks = marks_of([payload for payload, *_ in images], here[found.origin] & (found.ids == reader.vision.image))
+    return Masked(found.ids, mask, columns={COLUMN: marks}, images=images)
 
 
 class Encoder:

@@ -31,8 +31,16 @@ class Generations:
 
         sequences: held-out sequences, identical on all ranks. Each sequence provides a prompt. Prompts that are too
         long for the model are skipped.
+
+        Raises:
+            ValueError: a sequence has images.
         """
         cfg, world = session.cfg, session.world
+        if any(sequence.images for sequence in sequences):
+            raise ValueError(
+                f"--generate.every {cfg.generate.every}: engines read text only, and rows of --data.eval have images; "
+                "leave the flag out"
+            )
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
         run = sampling_run(cfg, str(folder))
         check_engine(run, world.device.type == "cpu")

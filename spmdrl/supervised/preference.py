@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,12 +15,12 @@ from spmdrl.config.resume import fixed_settings
 from spmdrl.config.schema import is_average
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
+from spmdrl.data.placeholders import COLUMN, told_apart
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.contract import Objective
 from spmdrl.policy.models import Models, check_alike, shares_prompts
 from spmdrl.policy.objectives.pairs import LabelledObjective, PairObjective
-from spmdrl.session.image_reader import image_reader
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.supervised.build import Start, assemble, begin, digest, frozen, policy
@@ -36,12 +36,8 @@ def begin_preference(cfg: PreferenceConfig) -> Start:
     """Load the tokenizer and build the row encoder."""
     folder, pairs = resolve(cfg.model.path, cfg.model.trust_remote_code), has_pairs(cfg.preference)
     beside = any(takes_other_prompts(name) for name in losses_of(cfg.preference))
-
-    def encoder(tokenizer: Any, longest: int) -> PairEncoder:
-        images = image_reader(folder, tokenizer, cfg.model.trust_remote_code)
-        return PairEncoder(cfg.data, tokenizer, longest, pairs, beside, images)
-
-    return begin(cfg, folder, encoder)
+    encoder = lambda tokenizer, longest, images: PairEncoder(cfg.data, tokenizer, longest, pairs, beside, images)  # noqa: E731
+    return begin(cfg, folder, encoder, images=True)
 
 
 def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
@@ -52,9 +48,7 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
     ahead = cfg.reference.precompute
     average = is_average(cfg.reference) and cfg.policy.backend == "fsdp"
     reference = partial(frozen, session, cfg.reference.path, "--reference.path", average=average)
-    reader = cast(PairEncoder, begun.encode).encoder.images
-    placeholder = reader.vision.image if reader else None
-    plain = partial(pack_pair_sides, pairs=pairs, share=share, placeholder=placeholder)
+    plain = partial(pack_pair_sides, pairs=pairs, share=share, placeholder=begun.placeholder)
     columns = {"ref_logp": torch.float64 if cfg.model.dtype == "float64" else torch.float32} if ahead else None
 
     def models() -> Models:
@@ -132,7 +126,8 @@ class StoredReference:
         name, row = key
         for sequence in sequences:
             try:
-                (sequence.columns["ref_logp"],) = self.stored.columns(sequence.tokens, sequence.mask, ("logp",))
+                tokens = told_apart(sequence.tokens, sequence.columns.get(COLUMN))
+                (sequence.columns["ref_logp"],) = self.stored.columns(tokens, sequence.mask, ("logp",))
             except NoNumbersError as error:
                 raise ValueError(
                     f"row {row} of {name} has changed since the reference's log p was computed (--reference.precompute)"

@@ -63,7 +63,7 @@ def begin_reward_model(cfg: RewardModelConfig) -> Start:
     """Load the tokenizer and build the row encoder."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     kind = StepEncoder if cfg.reward_model.rows == "steps" else ScoredEncoder
-    return begin(cfg, folder, lambda tokenizer, longest: kind(cfg, tokenizer, longest))
+    return begin(cfg, folder, lambda tokenizer, longest, images: kind(cfg, tokenizer, longest))
 
 
 def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:

@@ -13,7 +13,6 @@ from spmdrl.policy.contract import MEASURE
 from spmdrl.policy.models import Models
 from spmdrl.policy.objectives.distillation import DistillObjective, build_reader
 from spmdrl.policy.objectives.likelihood import SftObjective
-from spmdrl.session.image_reader import image_reader
 from spmdrl.session.job import Job
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
@@ -29,12 +28,8 @@ def begin_sft(cfg: SFTConfig) -> Start:
     """Add the tokens of `--sft.add-tokens` to the model, load its tokenizer and build the row encoder."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     folder = with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
-
-    def encoder(tokenizer: Any, longest: int) -> Encoder:
-        images = image_reader(folder, tokenizer, cfg.model.trust_remote_code)
-        return Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on, images)
-
-    return begin(cfg, folder, encoder)
+    encoder = lambda tokenizer, longest, images: Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on, images)  # noqa: E731
+    return begin(cfg, folder, encoder, images=True)
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:
@@ -56,12 +51,10 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun | Written:
     share = cfg.policy.share_prompts and not cfg.sft.neftune
     plain = SftObjective(cfg.sft.loss, peers)
     stored = StoredTeacher(session, begun) if cfg.teacher.read else None
-    reader = cast(Encoder, begun.encode).images
-    placeholder = reader.vision.image if reader else None
 
     def packed(sequences: Placed, step: int) -> Batch:
         noise = cfg.sft.neftune * (step != MEASURE)
-        return pack(sequences, noise, (cfg.run.seed, step), placeholder=placeholder)
+        return pack(sequences, noise, (cfg.run.seed, step), placeholder=begun.placeholder)
 
     run = assemble(
         session,

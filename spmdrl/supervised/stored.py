@@ -2,7 +2,7 @@
 
 A folder contains safetensors files and a manifest that lists these files. The manifest is written last. A file contains
 the concatenated tokens of its sequences, and a mask that is True at tokens with values. Sequences are looked up by
-their tokens, so the row order, source names and number of ranks do not matter.
+their tokens and images, so the row order, source names and number of ranks do not matter.
 
 T: tokens in a file or batch; N: sequences in a file; M: tokens with values in a file; L: tokens in one sequence.
 """
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from spmdrl.data.batch import Batch
 from spmdrl.data.distribute import balance
 from spmdrl.data.mixture import Drawn, Mixture, Permuted
+from spmdrl.data.placeholders import COLUMN, told_apart
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.world import World
@@ -100,6 +101,13 @@ def write(
     wait(world)
 
 
+def tokens_of(batch: Batch) -> list[torch.Tensor]:
+    """Return the tokens of each sequence, int64 [L], by which its values are found (`told_apart`)."""
+    lengths = batch.lengths.tolist()
+    marks = batch.token[COLUMN].split(lengths) if COLUMN in batch.token else [None] * len(lengths)
+    return [told_apart(*row) for row in zip(batch.token["tokens"].split(lengths), marks, strict=True)]
+
+
 class _Writer:
     """Writes sequences to files. Of the ranks that hold the same sequences, only the first one writes."""
 
@@ -115,7 +123,7 @@ class _Writer:
             return
         mask_T = batch.token["mask"]
         columns = {name: x_T[mask_T] for name, x_T in columns.items()}
-        columns |= {"tokens": batch.token["tokens"].int(), "lengths": batch.lengths, "mask": mask_T}
+        columns |= {"tokens": torch.cat(tokens_of(batch)).int(), "lengths": batch.lengths, "mask": mask_T}
         self.waiting.append(columns)
         self.bytes += sum(x.nbytes for x in columns.values())
         if self.bytes >= FULL:
@@ -204,7 +212,7 @@ class Stored:
         return list(self.files[0].get_slice(name).get_shape())
 
     def columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
-        """Return the columns [L, ...] of a sequence, with zeros where the mask is False.
+        """Return the columns [L, ...] of a sequence, with zeros where the mask is False. tokens_L: as in `tokens_of`.
 
         Raises:
             NoNumbersError: the files lack the sequence, or values for some of its trained tokens.

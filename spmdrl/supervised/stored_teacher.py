@@ -14,6 +14,7 @@ from spmdrl.config import fields
 from spmdrl.config.sft import SFTConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
+from spmdrl.data.placeholders import COLUMN, told_apart
 from spmdrl.health.status import tick
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.objectives.distillation import TargetReader, build_reader
@@ -21,7 +22,7 @@ from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.supervised.build import Start
 from spmdrl.supervised.rows import encoded, first_lines
-from spmdrl.supervised.stored import NoNumbersError, Stored, indexed, read_manifest, row_parts
+from spmdrl.supervised.stored import NoNumbersError, Stored, indexed, read_manifest, row_parts, tokens_of
 from spmdrl.supervised.teacher import NEEDED, identity, weights_digest
 from spmdrl_kernels.divergence import LEAST_REST, log_of_rest
 
@@ -100,7 +101,7 @@ class StoredTeacher:
                 total += len(found) > 0
                 try:
                     for *_, sequence in found:
-                        self._columns(sequence.tokens, sequence.mask)
+                        self._columns(told_apart(sequence.tokens, sequence.columns.get(COLUMN)), sequence.mask)
                 except NoNumbersError as error:
                     lacking += 1
                     lines.append(f"{drawn[place].where}: {error}")
@@ -139,7 +140,7 @@ class StoredTeacher:
         assert temperature == self.session.cfg.teacher.temperature and reader == self.reader
         tick()
         lengths, columns = batch.lengths.tolist(), [self.reader.empty]
-        rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
+        rows = zip(tokens_of(batch), batch.token["mask"].split(lengths), strict=True)
         try:
             columns += [self._columns(tokens_L, mask_L) for tokens_L, mask_L in rows]
         except NoNumbersError as error:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
         found = teacher.read(batch, cfg.teacher.temperature, reader) or reader.empty
         return dict(zip(("ids", "logp", "rest"), found, strict=True))
 
-    write(session, sources, begun.encode, pack, numbers, folder, facts | {"teacher": path}, cfg.data.max_refused)
+    packed = partial(pack, placeholder=begun.placeholder)
+    write(session, sources, begun.encode, packed, numbers, folder, facts | {"teacher": path}, cfg.data.max_refused)
     if world.is_first:
         manifest = read_manifest(folder, "--teacher.write")
         Stored(folder, manifest, "--teacher.write", NEEDED)

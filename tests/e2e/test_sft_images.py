@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.runner import argv, metrics
-from tests.e2e.warm import succeed
+from tests.e2e.warm import run, succeed
 from tests.unit import vision_models as tiny
 
 pytestmark = pytest.mark.timeout(240)
@@ -45,3 +45,40 @@ def test_sft_on_images_learns_and_does_not_depend_on_the_number_of_ranks(family,
             assert one.get(name) == pytest.approx(two.get(name), rel=2e-4), (name, one, two)
     losses = [row["eval/loss"] for row in found[1] if "eval/loss" in row]
     assert losses[-1] < 0.3 * losses[0], losses
+
+
+def test_numbers_of_a_reference_computed_ahead_are_found_by_the_images_of_a_row(tmp_path):
+    """All rows have the same question, and many images have the same size, so only the images tell rows apart."""
+    model, pairs = tiny.saved("qwen3_vl", tmp_path / "model"), []
+    for line in drawings(tmp_path).read_text().splitlines():
+        row = json.loads(line)
+        if "images" in row:
+            user, good = row["messages"]
+            bad = good | {"content": "red" if good["content"] == "blue" else "blue"}
+            pairs.append({"chosen": [user, good], "rejected": [user, bad], "images": row["images"]})
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    flags = argv(
+        f"--model.path {model} --model.dtype float32 --data.train {file} --data.rows-per-step 8 --run.steps 3 "
+        "--optimizer.lr 1e-3 --tracking.trackers jsonl"
+    )
+    found = {}
+    for name, more in {"ahead": ["--reference.precompute"], "live": []}.items():
+        succeed([*flags, *more, "--run.dir", str(tmp_path / name)], module="spmdrl.preference", ranks=2)
+        found[name] = metrics(tmp_path / name)
+    assert found["live"][0]["loss"] == pytest.approx(0.6931, abs=1e-4) and found["live"][-1]["loss"] < 0.6
+    for live, ahead in zip(found["live"], found["ahead"], strict=True):
+        assert live["loss"] == pytest.approx(ahead["loss"], rel=1e-5)
+
+
+def test_rows_with_images_are_refused_where_nothing_reads_them(tmp_path):
+    model, rows = tiny.saved("qwen2_5_vl", tmp_path / "model"), drawings(tmp_path)
+    flags = f"--model.path {model} --model.dtype float32 --data.train {rows} --run.steps 1 --tracking.trackers jsonl"
+    for more, problem in {
+        f"--data.eval {rows} --eval.every 1 --generate.every 1": "--generate.every 1: engines read text only",
+        "--policy.backend megatron": "the batch has images, but this model does not read images, or not with this",
+        "--sft.neftune 5": "--sft.neftune adds no noise to embeddings of images",
+        "--model.path tiny": "the model reads text only",
+    }.items():
+        ended = run([*argv(f"{flags} {more}"), "--run.dir", str(tmp_path / "run")], module="spmdrl.sft", ranks=1)
+        assert ended.rc and problem in "\n".join(ended.err), ended.show()
