@@ -74,11 +74,14 @@ def test_numbers_of_a_reference_computed_ahead_are_found_by_the_images_of_a_row(
 def test_rows_with_images_are_refused_where_nothing_reads_them(tmp_path):
     model, rows = tiny.saved("qwen2_5_vl", tmp_path / "model"), drawings(tmp_path)
     flags = f"--model.path {model} --model.dtype float32 --data.train {rows} --run.steps 1 --tracking.trackers jsonl"
-    for more, problem in {
+    cases = {
         f"--data.eval {rows} --eval.every 1 --generate.every 1": "--generate.every 1: engines read text only",
         "--policy.backend megatron": "the batch has images, but this model does not read images, or not with this",
         "--sft.neftune 5": "--sft.neftune adds no noise to embeddings of images",
         "--model.path tiny": "the model reads text only",
-    }.items():
-        ended = run([*argv(f"{flags} {more}"), "--run.dir", str(tmp_path / "run")], module="spmdrl.sft", ranks=1)
+    }
+    for number, (more, problem) in enumerate(cases.items()):
+        ended = run(
+            [*argv(f"{flags} {more}"), "--run.dir", str(tmp_path / f"run{number}")], module="spmdrl.sft", ranks=1
+        )
         assert ended.rc and problem in "\n".join(ended.err), ended.show()
