@@ -20,7 +20,7 @@ from spmdrl.data.placeholders import COLUMN, places
 from spmdrl.hub.build import sees_images
 from spmdrl.hub.expand import positions
 from spmdrl.hub.images import Payload, forward_inputs
-from spmdrl.hub.vision import Vision, read_vision
+from spmdrl.hub.vision import QWEN, TILED, Vision, read_vision
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import all_reduce
@@ -107,8 +107,8 @@ def check_images(batch: Batch, vision: Vision | None) -> None:
     if vision is None:
         if batch.images is not None and any(batch.images):
             raise ValueError(
-                "the batch has images, but this model does not read images, or not with this --policy.backend: take a "
-                "vision-language model that docs/models.md lists (--model.path, --reward.model), with backend fsdp"
+                "the batch has images, but this model does not read images, or not with this --policy.backend: take "
+                f"--policy.backend fsdp and a model of type {', '.join([*QWEN, *TILED])}, or rows without images"
             )
         return
     if "noise" in batch.token and any(batch.images or ()):
