@@ -1,5 +1,6 @@
 """Previews a job's rows before it runs: one row as the model sees it, and counts over the first rows."""
 
+import re
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -18,6 +19,8 @@ SHOWN = 2
 """Maximum number of sequences to show from the example row; a pair has two."""
 LONGEST = 1500
 """Maximum number of characters to show from each sequence of the example row."""
+REPEATED = re.compile(r"(<[^<>\s]{2,40}>)\1{3,}")
+"""A control token that stands four times or more in a row, such as the placeholder of an image."""
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
@@ -68,13 +71,17 @@ def preview(encode: Encode, tokenizer: Any, mixture: Mixture, colour: bool | Non
 
 
 def shown(sequence: Masked, tokenizer: Any, colour: bool) -> str:
-    """Return the text of a sequence with its trained spans in green or in [[ ]]. Control characters become dots."""
+    """Return the text of a sequence with its trained spans in green or in [[ ]]. Control characters become dots.
+
+    A repeated control token is shown once, with its count.
+    """
     mask = sequence.mask.tolist()
     cuts = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
     begin, end = (GREEN, PLAIN) if colour else ("[[", "]]")
     out, room = "", LONGEST
     for start, stop in pairwise(cuts):
         text = tokenizer.decode(sequence.tokens[start:stop].tolist(), clean_up_tokenization_spaces=False)
+        text = REPEATED.sub(lambda found: f"{found[1]} (x {len(found[0]) // len(found[1])}) ", text)
         part = "\n".join(clean(line, LONGEST) for line in text[:room].split("\n"))
         room -= len(text)
         out += f"{begin}{part}{end}" if mask[start] else part

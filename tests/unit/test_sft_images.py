@@ -16,6 +16,7 @@ from spmdrl.session.image_reader import ImageReader
 from spmdrl.spmd.payload import Payload
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
+from spmdrl.supervised.preview import shown
 from spmdrl.supervised.rows import pack
 from tests.unit import vision_models as tiny
 
@@ -126,6 +127,8 @@ def test_prompt_and_completion_with_images_become_a_dialogue(tmp_path):
     encode = encoder("qwen2_5_vl", tmp_path)
     row = {"prompt": "what?", "completion": "that", "images": tiny.images(1)}
     (sequence,) = encode(Row(row)).sequences
+    text = shown(sequence, encode.tokenizer, False)
+    assert f"<|vision_start|><|image_pad|> (x {sequence.images[0][0].tokens}) <|vision_end|>what?" in text
     assert len(sequence.images) == 1 and isinstance(sequence.images[0][0], Payload)
     assert encode.tokenizer.decode(sequence.tokens[sequence.mask]) == "that<|im_end|>"
 
