@@ -62,7 +62,7 @@ def illustrated(row: dict, messages: list[dict], images: str = "images", videos:
     The row and the messages are not changed. Raises RowError if the numbers of places and of images differ, or if a
     content is malformed.
     """
-    given = {"image": _items(row, images, "image"), "video": _items(row, videos, "video")}
+    given = {"image": _items(row, images, "image", True), "video": _items(row, videos, "video", True)}
     contents = [_content(i, message, given) for i, message in enumerate(messages, 1)]
     if given["image"] and not _places(contents):
         _put_first(messages, contents, len(given["image"]))
@@ -77,19 +77,26 @@ def illustrated(row: dict, messages: list[dict], images: str = "images", videos:
     return Illustrated(out, sources["image"], sources["video"])
 
 
-def has_items(row: dict, images: str = "images", videos: str = "videos") -> bool:
-    """Return True if a row's columns hold images or videos. Arguments as in `illustrated`."""
-    return bool(_items(row, images, "image") or _items(row, videos, "video"))
+def has_items(row: dict, images: str = "images", videos: str = "videos", text_only: bool = False) -> bool:
+    """Return True if a row's columns hold images or videos. Arguments as in `illustrated`.
+
+    text_only: a text in the column `image` counts only if it looks like the name of an image file, because rows of
+    agents name the image of a container there.
+    """
+    return any(_items(row, name, kind, not text_only) for name, kind in ((images, "image"), (videos, "video")))
 
 
-def _items(row: dict, name: str, kind: str) -> list | None:
-    """Return the images or videos in a column, or None if the row has no such column."""
+def _items(row: dict, name: str, kind: str, texts: bool) -> list | None:
+    """Return the images or videos in a column, or None if the row has no such column.
+
+    texts: whether any text in the column `image` is the path of an image.
+    """
     if not name:
         return None
     value, one = row.get(name), RANKS[kind]
     if value is None and name == f"{kind}s":
         value = row.get(kind)
-        if isinstance(value, str) and not _is_image_file(value):
+        if isinstance(value, str) and not texts and not _is_image_file(value):
             return None
         if kind == "video" and value is not None:
             return [value]

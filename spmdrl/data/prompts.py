@@ -185,7 +185,7 @@ class _Reader:
         try:
             check_text(row)
             # An environment may show them in its own way.
-            if not self.begun and has_items(row):
+            if not self.begun and has_items(row, text_only=True):
                 raise RowError("it has images or videos, and prompts are text only: leave the column or the row out")
         except RowError as e:
             self.refused.append(f"{place}: {e}")

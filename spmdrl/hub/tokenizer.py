@@ -33,6 +33,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float):
         raise ValueError(f"{folder}: its tokenizer_config.json has model_max_length {longest!r}: write a number")
+    if not tokenizer.chat_template and (folder / "chat_template.json").is_file():
+        # Some models that read images have their template in this file of their processor.
+        with plain_errors(folder):
+            tokenizer.chat_template = json.loads((folder / "chat_template.json").read_text())["chat_template"]
     _check_rows(folder, tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

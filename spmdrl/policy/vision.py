@@ -144,11 +144,17 @@ def encode(hf: Any, vision: Vision, seen: Seen, device: torch.device) -> dict[st
     """
     given = to_device(forward_inputs(seen.images or [stand_in_image(vision)], vision), device)
     rows_n = to_device(seen.features_n, device)
+    wanted = sum(image.tokens for image in seen.images or [stand_in_image(vision)])
     out = hf.base_model.get_image_features(**given, return_dict=True)
 
     def mine(features: Any) -> torch.Tensor:
         # The features are one tensor per image, or one tensor for all tiles.
         flat_FD = features.flatten(0, 1) if torch.is_tensor(features) else torch.cat(list(features))
+        if len(flat_FD) != wanted:
+            raise ValueError(
+                f"the model computes {len(flat_FD)} features for images whose tokens need {wanted}: their tokens are "
+                "those of another model (--model.path, --teacher.path, --reference.path must read images alike)"
+            )
         return flat_FD.index_select(0, rows_n) if len(rows_n) else flat_FD[:0]
 
     # A tiled family takes one tensor, [tiles, features of a tile, D]; with one feature per tile, any number fits.

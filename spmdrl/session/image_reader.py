@@ -2,15 +2,18 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from spmdrl.data.image_files import decode_all, name_of
+from spmdrl.data.image_files import ImageError, decode, name_of
 from spmdrl.data.row_columns import RowError
+from spmdrl.hub.build import sees_images
 from spmdrl.hub.expand import Expanded, expand
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.images import load_processor, process_image
-from spmdrl.hub.vision import Vision, read_vision, reads_images
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.vision import Vision, read_vision
 from spmdrl.spmd.payload import Payload
 
 LARGEST = 1 << 25
@@ -23,11 +26,15 @@ class ImageReader:
     """Reads images for one model. Images with equal pixels are processed once."""
 
     def __init__(self, folder: Path, vision: Vision):
-        """Load the image processor of the model in `folder`. Raises ValueError if there is no usable one."""
-        self.vision = vision
-        self.processor = load_processor(folder, vision)
+        """Store the arguments. folder: folder of the model."""
+        self.folder, self.vision = folder, vision
         self.known: OrderedDict[str, Payload] = OrderedDict()
         self.bytes = 0
+
+    @cached_property
+    def processor(self) -> Any:
+        """The image processor of the model, loaded at the first image. Raises ValueError if there is no usable one."""
+        return load_processor(self.folder, self.vision)
 
     def read(self, sources: Sequence[Any], folder: str) -> list[Payload]:
         """Return the payloads of a row's images. folder: folder from which relative paths start.
@@ -35,7 +42,11 @@ class ImageReader:
         Raises RowError if an image cannot be decoded or processed.
         """
         out = []
-        for number, image in enumerate(decode_all(sources, folder, LARGEST), 1):
+        for number, source in enumerate(sources, 1):
+            try:
+                image = decode(source, folder, LARGEST)
+            except ImageError as error:
+                raise ImageError(f"image {number}: {error}") from error
             name = name_of(image)
             if (payload := self.known.get(name)) is None:
                 try:
@@ -58,14 +69,30 @@ class ImageReader:
 
 
 def image_reader(folder: Path, tokenizer: Any, trust_remote_code: bool) -> ImageReader | None:
-    """Return the reader for the model in a folder, or None if the model reads text only.
-
-    Raises ValueError if the model reads images, but its family or its image processor is not supported.
-    """
+    """Return the reader for the model in a folder, or None if the model, or spmdrl with its family, reads text only."""
     from transformers import AutoConfig
 
     with plain_errors(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    if not reads_images(config):
+    if not sees_images(config):
         return None
     return ImageReader(folder, read_vision(config, tokenizer))
+
+
+def check_same_images(path: str, folder: Path, trust_remote_code: bool, flag: str) -> None:
+    """Check that a frozen model reads images as the trained one does, since both get the same pixels and tokens.
+
+    path: the frozen model. folder: folder of the trained model. flag: name of the setting with the path.
+
+    Raises ValueError if both read images and their families, tokens or image processors differ.
+    """
+    other = resolve(path, trust_remote_code)
+    mine, theirs = (image_reader(each, None, trust_remote_code) for each in (folder, other))
+    if not mine or not theirs:
+        return
+    same = mine.vision == theirs.vision and mine.processor.to_dict() == theirs.processor.to_dict()
+    if not same:
+        raise ValueError(
+            f"{flag} {path}: it reads images in another way than the trained model (tokens, sizes or "
+            "preprocessor_config.json differ), and both get the same pixels: take a model of the same family and sizes"
+        )

@@ -16,7 +16,7 @@ from spmdrl.data.mixture import Permuted
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.engines.build import context_length
-from spmdrl.hub.resolve import named
+from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.contract import MEASURE, Objective
@@ -24,7 +24,7 @@ from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models, backend
 from spmdrl.policy.self_check import choose_form
 from spmdrl.session.checkpoints import Checkpoints
-from spmdrl.session.image_reader import ImageReader, image_reader
+from spmdrl.session.image_reader import ImageReader, check_same_images, image_reader
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.generators import generator_states, set_generator_states
@@ -87,7 +87,7 @@ def frozen(
     weights.
 
     Raises:
-        ValueError: the model's tokenizer differs from the policy's.
+        ValueError: the model's tokenizer, or its way to read images, differs from the policy's.
     """
     cfg = session.cfg
     if learning and cfg.lora.rank and path in ("", cfg.model.path):
@@ -95,6 +95,8 @@ def frozen(
     if path:
         with named(flag):
             check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
+            folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+            check_same_images(path, folder, cfg.model.trust_remote_code, flag)
     role = flag.split(".")[0].strip("-")
     session.note(f"building {role} {path or cfg.model.path}")
     more = {"average": True} if average else {}

@@ -12,7 +12,7 @@ from spmdrl.data.chat import encode, template_text
 from spmdrl.data.dialogues import Columns, Example, as_dialogue, example_of
 from spmdrl.data.placeholders import COLUMN, marks_of
 from spmdrl.data.rendering import Renderer
-from spmdrl.data.row_columns import RowError
+from spmdrl.data.row_columns import RowError, strings
 from spmdrl.data.shown import LOOKED, UNSHOWN, check_read, unshown
 from spmdrl.data.tokens import Masked, masked
 from spmdrl.data.turns import trained_sequences
@@ -35,15 +35,20 @@ class Encoded:
 def expanded(reader: ImageReader, sequence: Masked, shown: list[Payload]) -> Masked:
     """Return a sequence with the placeholder of each image replaced by its tokens, which are never trained.
 
-    shown: the images of the row. A sequence that ends before the dialogue does shows the first ones.
+    shown: the images of the messages in the sequence, in order.
 
     Raises:
-        RowError: the chat template writes another number of placeholders than the row has images.
+        RowError: the sequence has another number of placeholders than images.
     """
     here = sequence.tokens == reader.vision.image
-    found = reader.expand(sequence.tokens, shown[: int(here.sum())])
+    if int(here.sum()) != len(shown):
+        raise RowError(
+            f"its messages show {len(shown)} images, and its text has {int(here.sum())} placeholders for images: the "
+            "chat template must write one for each image (--data.chat-template)"
+        )
+    found = reader.expand(sequence.tokens, shown)
     mask = sequence.mask[found.origin] & ~here[found.origin]
-    images = [(payload, *span) for payload, span in zip(shown, found.spans, strict=False)]
+    images = [(payload, *span) for payload, span in zip(shown, found.spans, strict=True)]
     marks = marks_of([payload for payload, *_ in images], here[found.origin] & (found.ids == reader.vision.image))
     return Masked(found.ids, mask, columns={COLUMN: marks}, images=images)
 
@@ -130,12 +135,13 @@ class Encoder:
             after.append(tokenizer.eos_token_id)
         mask = torch.tensor([every or not example.prompt] * len(before) + [True] * len(after))
         mask[:1] = False
-        return Encoded([Masked(torch.tensor(before + after, dtype=torch.int64), mask)])
+        sequence = Masked(torch.tensor(before + after, dtype=torch.int64), mask)
+        return Encoded([expanded(self.images, sequence, []) if self.images else sequence])
 
     def _dialogue(self, example: Example, folder: str) -> Encoded:
         assert example.dialogue
         out, trained = Encoded(), self._trained(example)
-        shown = self.images.read(example.images, folder) if self.images else []
+        shown = self._shown(example, folder)
         if (example.dialogue.tools or example.dialogue.more) and self.looked < LOOKED:
             self.looked += 1
             out.notes.update(f"{name} {UNSHOWN}" for name in unshown(self.renderer, example.dialogue))
@@ -146,7 +152,12 @@ class Encoder:
                 places = [(0, len(sequence.text))] if turns else []
             if places:
                 tokens = masked(self.tokenizer, sequence.text, places)
-                out.sequences.append(expanded(self.images, tokens, shown) if self.images else tokens)
+                if self.images:
+                    # Marked text may hold messages after the last turn.
+                    whole = self.renderer.marked and sequence.text == self.renderer(example.dialogue)
+                    last = max(turn.message for turn in sequence.turns)
+                    tokens = expanded(self.images, tokens, [image for at, image in shown if whole or at <= last])
+                out.sequences.append(tokens)
                 out.notes["departs"] += sum(turn.departs for turn in turns)
                 out.notes["unstopped"] += sum(not turn.stops for turn in turns)
         if not out.sequences:
@@ -154,6 +165,23 @@ class Encoder:
         out.notes["split"] += len(out.sequences) > 1
         out.notes["unanswered"] += example.dialogue.messages[-1]["role"] != "assistant"
         return out
+
+    def _shown(self, example: Example, folder: str) -> list[tuple[int, Payload]]:
+        """Return the images of an example, each with the index of the message that shows it.
+
+        Raises:
+            RowError: an image cannot be used, or a message has the text of a placeholder.
+        """
+        if self.images is None:
+            return []
+        assert example.dialogue
+        mark, places = str(self.tokenizer.convert_ids_to_tokens(self.images.vision.image)), list[int]()
+        for i, message in enumerate(example.dialogue.messages):
+            if any(mark in text for text in strings(message)):
+                raise RowError(f"message {i + 1} has the text {mark}, which stands for an image: remove it")
+            parts = message["content"] if isinstance(message["content"], list) else []
+            places += [i for part in parts if part.get("type") == "image"]
+        return list(zip(places, self.images.read(example.images, folder), strict=True))
 
     def _trained(self, example: Example) -> set[int]:
         """Return the indices of the messages that are trained.

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from spmdrl.data.image_files import FORMATS, ImageError, decode, decode_all, decode_frames, name_of
-from spmdrl.data.images import illustrated
+from spmdrl.data.images import has_items, illustrated
 from spmdrl.data.row_columns import Row, RowError
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.sources import read_source
@@ -142,7 +142,8 @@ def test_rows_without_images_are_unchanged_and_marks_that_an_assistant_writes_ar
         turn("assistant", "an <image> is <video>"),
         turn("user", [text("x")]),
     ]
-    for row in ({}, {"image": "python:3.11", "images": None}):
+    assert not has_items({"image": "python:3.11"}, text_only=True) and has_items({"image": "python:3.11"})
+    for row in ({}, {"images": None}):
         found = illustrated(row, messages)
         assert found.messages == messages and found.images == found.videos == []
     # Templates look whether a part has the key `image`, so the gaps of a table must go.

@@ -11,8 +11,9 @@ from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.sft import SFTConfig
 from spmdrl.data.row_columns import Row, RowError
 from spmdrl.data.steps import StepColumns, steps_of
+from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.hub.vision import read_vision
-from spmdrl.session.image_reader import ImageReader
+from spmdrl.session.image_reader import ImageReader, check_same_images, image_reader
 from spmdrl.spmd.payload import Payload
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
@@ -176,3 +177,74 @@ def test_jobs_that_read_text_only_refuse_rows_with_images(tmp_path):
     steps = {"prompt": "what?", "completions": ["this"], "labels": [True], "images": tiny.images(1)}
     with pytest.raises(RowError, match="this job reads text only"):
         steps_of(steps, StepColumns(), "\n\n")
+
+
+def test_templates_that_leave_images_out_and_typed_placeholders_are_refused(tmp_path):
+    encode = encoder("qwen2_5_vl", tmp_path)
+    row = {"messages": [turn("<image>what?"), turn("that", "assistant")], "images": tiny.images(1)}
+    typed = [turn("a <|image_pad|>"), turn("b", "assistant"), turn("<image>later")]
+    for messages in (typed, [turn("<image>a"), turn("b <|image_pad|>", "assistant")]):
+        with pytest.raises(RowError, match=r"has the text <\|image_pad\|>, which stands for an image"):
+            encode(Row({"messages": messages, "images": tiny.images(1)}))
+    with pytest.raises(RowError, match="show 0 images, and its text has 1 placeholders"):
+        encode(Row({"text": "plain <|image_pad|>"}))
+    (sequence,) = encode(
+        Row({"messages": [*row["messages"], turn("<image>later")], "images": tiny.images(2)})
+    ).sequences
+    assert len(sequence.images) == 1, "an image after the last turn is left out with its message"
+    tokenizer = encode.tokenizer
+    for parts_of in (
+        "{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}",
+        "{{ m['content'] }}",
+    ):
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['role'] }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+            + parts_of
+            + "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+        )
+        without = Encoder(SFTConfig().data, tokenizer, 2048, "assistant", encode.images)
+        with pytest.raises(RowError, match="its messages show 1 images, and its text has 0 placeholders"):
+            without(Row(row))
+
+
+def test_any_text_in_the_column_image_is_a_path_where_images_are_read(tmp_path):
+    encode = encoder("qwen2_5_vl", tmp_path)
+    talk = [turn("what?"), turn("that", "assistant")]
+    with pytest.raises(RowError, match="image 1: .*photo.jfif"):
+        encode(Row({"messages": talk, "image": "photo.jfif"}, str(tmp_path)))
+    text_only = Encoder(SFTConfig().data, encode.tokenizer, 2048)
+    assert len(text_only(Row({"messages": talk, "image": "ubuntu:24.04"})).sequences) == 1
+    with pytest.raises(RowError, match="the model reads text only"):
+        text_only(Row({"messages": talk, "image": "photo.jpg"}))
+
+
+def test_a_frozen_model_must_read_images_alike(tmp_path):
+    names = {"student": {}, "same": {}, "other": {"image_mean": [0.1, 0.1, 0.1]}}
+    for name, more in names.items():
+        tiny.saved("qwen2_5_vl", tmp_path / name)
+        settings = tiny.processor_settings("qwen2_5_vl") | more
+        (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(settings))
+    check_same_images(str(tmp_path / "same"), tmp_path / "student", False, "--teacher.path")
+    check_same_images("tiny", tmp_path / "student", False, "--teacher.path")
+    with pytest.raises(ValueError, match=r"--teacher.path .*other: it reads images in another way"):
+        check_same_images(str(tmp_path / "other"), tmp_path / "student", False, "--teacher.path")
+
+
+def test_template_of_a_processor_is_read(tmp_path):
+    tiny.saved("qwen2_5_vl", tmp_path)
+    template = load_tokenizer(tmp_path).chat_template
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(tmp_path).chat_template == template
+
+
+def test_text_needs_no_image_processor_and_no_supported_tower(tmp_path):
+    import transformers
+
+    encode = encoder("qwen2_5_vl", tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert len(encode(Row({"messages": [turn("what?"), turn("that", "assistant")]})).sequences) == 1
+    with pytest.raises(ValueError, match="no preprocessor_config.json"):
+        encode(Row({"messages": [turn("<image>"), turn("that", "assistant")], "images": tiny.images(1)}))
+    transformers.Gemma3Config().save_pretrained(tmp_path / "other")
+    assert image_reader(tmp_path / "other", encode.tokenizer, False) is None
