@@ -116,8 +116,8 @@ def gradient(run: Any, file: Path) -> None:
 
     policy = run.models.policy
     policy.zero_grad()
-    (forwards,) = policy._forwards([run.batch_of_probe])
-    policy._forward(run.batch_of_probe, forwards, 1.0)[0].sum().backward()
+    (ran,) = policy._passes([run.batch_of_probe])
+    policy._forward(run.batch_of_probe, ran, 1.0)[0].sum().backward()
     named = {n: p.grad.to_local().clone() for n, p in policy.named_weights() if p.grad is not None}
     policy.zero_grad()
     save_file(named, file)
