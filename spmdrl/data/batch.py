@@ -16,6 +16,7 @@ import torch
 
 from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import Table, select
+from spmdrl.spmd.payload import Payload
 
 KEYS = ("position", "sample", "path")
 """Sort keys of every batch, which define the sample order (law 3)."""
@@ -42,7 +43,7 @@ class Batch:
     sequence is an episode. If a batch repeats an episode, the path indices of each copy continue those of the previous
     copy.
 
-    images: per sequence, the payloads (`hub/images.py`) of its images in the order of their tokens, or None if the
+    images: per sequence, the payloads of its images in the order of their tokens, or None if the
     batches of all ranks are text. Payloads stay on the host and are shared by reference.
 
     host: the host batch from which this one was copied to a device; a host batch refers to itself.
@@ -54,7 +55,7 @@ class Batch:
     lengths: torch.Tensor
     token: dict[str, torch.Tensor] = field(default_factory=dict)
     seq: dict[str, torch.Tensor] = field(default_factory=dict)
-    images: list[tuple[Any, ...]] | None = None
+    images: list[tuple[Payload, ...]] | None = None
 
     def __post_init__(self):
         self.host: Batch = self

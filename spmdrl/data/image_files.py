@@ -1,7 +1,6 @@
-"""Decodes the images and video frames of rows to RGB, and names them by their content.
+"""Decodes the images of rows to RGB, and names them by their content.
 
-An image is given as a path, encoded bytes, a data URL, a PIL image, a uint8 array, or a dict with one of the KEYS. A
-video is given as a list of images, its frames; video files are not decoded.
+An image is given as a path, encoded bytes, a data URL, a PIL image, a uint8 array, or a dict with one of the KEYS.
 """
 
 import base64
@@ -9,7 +8,7 @@ import binascii
 import hashlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -24,8 +23,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000
 and some decode more pixels than their header states (ICO)."""
 KEYS = ("bytes", "image", "path", "url", "base64", "image_url")
 """Keys of a dict that hold an image, in the order in which they are read: `datasets` writes a path beside the bytes."""
-FRAMES = ("video", "frames")
-"""Keys of a dict that hold the frames of a video."""
 UNREAD = (
     *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
     *("sample_fps", "raw_fps"),
@@ -71,39 +68,13 @@ def decode(source: Any, folder: str | Path, max_pixels: int) -> Image.Image:
         raise ImageError(f"{name} cannot be decoded ({type(e).__name__}: {e}): replace it, or remove the row") from e
 
 
-def decode_all(sources: Sequence[Any], folder: str | Path, max_pixels: int) -> list[Image.Image]:
-    """Decode the images of a row like `decode`. Raises ImageError, which names the image by its number."""
-    return _each("image", sources, folder, max_pixels)
-
-
-def decode_frames(source: Any, folder: str | Path, max_pixels: int) -> list[Image.Image]:
-    """Decode the frames of one video: a list of images, an array [frames, H, W, 3], or a dict with one of these.
-
-    max_pixels: largest width times height of a frame. Raises ImageError if the source is a video file, if a frame
-    cannot be used, or if frames differ in size.
-    """
-    found = source
-    while isinstance(found, dict) and (key := next((key for key in FRAMES if found.get(key) is not None), "")):
-        _check_keys(found)
-        found = found[key]
-    if isinstance(found, np.ndarray) and (found.ndim == 4 or found.dtype == object):
-        found = list(found)
-    if isinstance(found, str | os.PathLike | bytes | dict):
-        raise ImageError(
-            f"the video is a file ({kind_of(found)}), and video files are not decoded here: give a list of frames, "
-            "each an image"
-        )
-    if not isinstance(found, list | tuple):
-        raise ImageError(f"the video is {kind_of(found)}: give a list of frames, each an image")
-    if not found:
-        raise ImageError("the video has no frames: give at least one, or remove the row")
-    frames = _each("frame", found, folder, max_pixels)
-    if len(sizes := sorted({frame.size for frame in frames})) > 1:
-        raise ImageError(
-            f"the frames of the video differ in size ({' and '.join(f'{w} x {h}' for w, h in sizes[:2])}): give frames "
-            "of one size"
-        )
-    return frames
+def decode_all(sources: Sequence[Any], folder: str | Path, max_pixels: int) -> Iterator[Image.Image]:
+    """Decode the images of a row like `decode`, one at a time. The message of an ImageError numbers the image."""
+    for number, source in enumerate(sources, 1):
+        try:
+            yield decode(source, folder, max_pixels)
+        except ImageError as e:
+            raise ImageError(f"image {number} of {len(sources)}: {e}") from e
 
 
 def name_of(image: Image.Image) -> str:
@@ -112,16 +83,6 @@ def name_of(image: Image.Image) -> str:
     digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
     digest.update(image.tobytes())
     return digest.hexdigest()
-
-
-def _each(kind: str, sources: Sequence[Any], folder: str | Path, max_pixels: int) -> list[Image.Image]:
-    out = []
-    for number, source in enumerate(sources, 1):
-        try:
-            out.append(decode(source, folder, max_pixels))
-        except ImageError as e:
-            raise ImageError(f"{kind} {number} of {len(sources)}: {e}") from e
-    return out
 
 
 def _check_keys(given: dict) -> None:

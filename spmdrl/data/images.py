@@ -39,7 +39,7 @@ class Illustrated:
     images: list[Any]
     """Sources for `image_files.decode`, one for each {"type": "image"}, in order."""
     videos: list[Any]
-    """Sources for `image_files.decode_frames`, one for each {"type": "video"}, in order."""
+    """The videos as the row holds them, one for each {"type": "video"}, in order."""
 
 
 @dataclass

@@ -7,11 +7,12 @@ equal tokens and marks show the model the same images.
 """
 
 import hashlib
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from spmdrl.data.batch import Batch
+from spmdrl.spmd.payload import Payload
 
 COLUMN = "image"
 
@@ -22,7 +23,15 @@ def mark_of(name: str, index: int) -> int:
     return int.from_bytes(digest) >> 1 or 1
 
 
-def with_images(batch: Batch, images: list[tuple[Any, ...]], placeholder: int) -> Batch:
+def marks_of(payloads: Sequence[Payload], here_L: torch.Tensor) -> torch.Tensor:
+    """Return the column `image` of one sequence, int64 [L]. here_L: bool [L], True at the placeholders of payloads."""
+    out_L = torch.zeros(len(here_L), dtype=torch.int64)
+    marks = torch.tensor([mark_of(payload.name, i) for i, payload in enumerate(payloads)], dtype=torch.int64)
+    out_L[here_L] = torch.repeat_interleave(marks, torch.tensor([p.tokens for p in payloads], dtype=torch.int64))
+    return out_L
+
+
+def with_images(batch: Batch, images: list[tuple[Payload, ...]], placeholder: int) -> Batch:
     """Return a batch that also holds the images of its sequences.
 
     batch: expanded, so that each image has as many placeholder tokens as the model has features for it. images: the
@@ -41,24 +50,13 @@ def with_images(batch: Batch, images: list[tuple[Any, ...]], placeholder: int) -
             f"sequence {row} has {int(found_B[row])} placeholder tokens for images, but its {len(images[row])} images "
             f"need {int(wanted_B[row])}: prompts must be expanded, and must not be cut inside an image"
         )
-    payloads = [(i, payload) for row in images for i, payload in enumerate(row)]
-    marks = torch.tensor([mark_of(payload.name, i) for i, payload in payloads], dtype=torch.int64)
-    sizes = torch.tensor([payload.tokens for _, payload in payloads], dtype=torch.int64)
-    mark_T = torch.zeros_like(batch.token["tokens"])
-    mark_T[here_T] = torch.repeat_interleave(marks, sizes)
+    rows = zip(images, here_T.split(batch.lengths.tolist()), strict=True)
+    mark_T = torch.cat([here_T[:0].long(), *(marks_of(row, here_L) for row, here_L in rows)])
     out = batch.like(**{COLUMN: mark_T})
     # Plans made before the images were known are wrong.
     out.plans = {}
     out.images = images
     return out
-
-
-def marks_of(payloads: list[Any], here_L: torch.Tensor) -> torch.Tensor:
-    """Return the column `image` of one sequence, int64 [L]. here_L: bool [L], True at the placeholders of payloads."""
-    out_L = torch.zeros(len(here_L), dtype=torch.int64)
-    marks = torch.tensor([mark_of(payload.name, i) for i, payload in enumerate(payloads)], dtype=torch.int64)
-    out_L[here_L] = torch.repeat_interleave(marks, torch.tensor([p.tokens for p in payloads], dtype=torch.int64))
-    return out_L
 
 
 def told_apart(tokens_L: torch.Tensor, mark_L: torch.Tensor | None) -> torch.Tensor:
@@ -87,7 +85,7 @@ def whole(length: int, mark_L: torch.Tensor) -> int:
     return int(cut[0]) if len(cut) else length
 
 
-def places(mark_T: torch.Tensor, images: list[tuple[Any, ...]]) -> list[tuple[Any, torch.Tensor]]:
+def places(mark_T: torch.Tensor, images: list[tuple[Payload, ...]]) -> list[tuple[Payload, torch.Tensor]]:
     """Return each image's payload and the indices of its tokens in the packed batch, int64 [n], in packed order."""
     payloads = [payload for row in images for payload in row]
     found = torch.nonzero(mark_T).flatten()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spmdrl.hub.folder import drop_quantization, plain_errors, read_config
-from spmdrl.hub.vision import QWEN, TILED, reads_images
+from spmdrl.hub.vision import QWEN, TILED, read_vision, reads_images
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 """Torch dtype for each value of `--model.dtype`."""
@@ -242,7 +242,7 @@ def vision_layers(hf: Any) -> list[torch.nn.Module]:
     """Return the layers of the vision tower of an HF model, or none if the model was built without one."""
     if not sees_images(hf.config):
         return []
-    tower = getattr(hf.base_model, "visual", None) or getattr(hf.base_model, "vision_model", None)
+    tower = dict(hf.named_modules()).get(read_vision(hf.config).tower)
     return list(_longest_list(tower) or []) if tower is not None else []
 
 

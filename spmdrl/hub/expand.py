@@ -11,8 +11,6 @@ import torch
 from spmdrl.hub.vision import MOST_TILES, Vision
 from spmdrl.spmd.payload import Payload
 
-Spans = Sequence[tuple[int, int]]
-
 
 @dataclass(frozen=True, eq=False)
 class Expanded:
@@ -129,13 +127,3 @@ def positions(ids_T: torch.Tensor, images: Sequence[Payload], vision: Vision) ->
         corner = positions_3T[:, begin : begin + 1].clone()
         positions_3T[:, begin : begin + offsets.shape[1]] = corner + offsets.to(ids_T.device)
     return positions_3T
-
-
-def cuts_image(spans: Spans, length: int) -> bool:
-    """Return True if keeping the first `length` expanded tokens would cut an image in two."""
-    return any(begin < length < end for begin, end in spans)
-
-
-def images_within(spans: Spans, length: int) -> int:
-    """Return the number of images that lie whole within the first `length` expanded tokens."""
-    return sum(end <= length for _, end in spans)

@@ -46,8 +46,6 @@ class Vision:
     """Id before the placeholder, written by the chat template; None for the tiled families (`marks`)."""
     end: int | None
     """Id behind the placeholder, written by the chat template; None for the tiled families."""
-    never: Ids
-    """Ids that must never be sampled: the model would look for the features of an image that does not exist."""
     positions: str
     """GRID, FRAMES or LINE."""
     tower: str
@@ -113,7 +111,6 @@ def _qwen(config: Any) -> Vision:
         video=config.video_token_id,
         start=config.vision_start_token_id,
         end=config.vision_end_token_id,
-        never=(config.image_token_id, config.video_token_id),
         positions=QWEN[config.model_type],
         tower="model.visual",
         projector=("model.visual.merger",) + ("model.visual.deepstack_merger_list",) * deepstack,
@@ -132,7 +129,6 @@ def _tiled(config: Any, tokenizer: Any) -> Vision:
         video=None,
         start=None,
         end=None,
-        never=(config.image_token_id,),
         positions=LINE,
         tower="model.vision_model",
         projector=("model.connector",),

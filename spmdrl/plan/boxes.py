@@ -105,7 +105,7 @@ class Everyone:
 
 
 def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:
-    """For each shard of an FSDP model, yield the ranks that hold it and their pieces."""
+    """Yield, shard by shard of an FSDP model, the ranks that hold the shard and their pieces."""
     from spmdrl.policy.fsdp import lora
     from spmdrl.weights import shards
 

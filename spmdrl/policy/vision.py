@@ -19,11 +19,12 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.placeholders import COLUMN, places
 from spmdrl.hub.build import sees_images
 from spmdrl.hub.expand import positions
-from spmdrl.hub.images import Payload, forward_inputs
+from spmdrl.hub.images import forward_inputs
 from spmdrl.hub.vision import QWEN, TILED, Vision, read_vision
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.payload import Payload
 
 Passes = tuple[int, bool]
 """How often a micro-batch is run (`passes`)."""

@@ -6,11 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from spmdrl.data.image_files import ImageError, decode, name_of
+from spmdrl.data.image_files import decode_all, name_of
 from spmdrl.data.row_columns import RowError
 from spmdrl.hub.build import sees_images
 from spmdrl.hub.expand import Expanded, expand
-from spmdrl.hub.folder import plain_errors
+from spmdrl.hub.folder import read_config
 from spmdrl.hub.images import load_processor, process_image
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.vision import Vision, read_vision
@@ -42,11 +42,7 @@ class ImageReader:
         Raises RowError if an image cannot be decoded or processed.
         """
         out = []
-        for number, source in enumerate(sources, 1):
-            try:
-                image = decode(source, folder, LARGEST)
-            except ImageError as error:
-                raise ImageError(f"image {number}: {error}") from error
+        for number, image in enumerate(decode_all(sources, folder, LARGEST), 1):
             name = name_of(image)
             if (payload := self.known.get(name)) is None:
                 try:
@@ -70,10 +66,7 @@ class ImageReader:
 
 def image_reader(folder: Path, tokenizer: Any, trust_remote_code: bool) -> ImageReader | None:
     """Return the reader for the model in a folder, or None if the model, or spmdrl with its family, reads text only."""
-    from transformers import AutoConfig
-
-    with plain_errors(folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    config = read_config(folder, trust_remote_code)
     if not sees_images(config):
         return None
     return ImageReader(folder, read_vision(config, tokenizer))

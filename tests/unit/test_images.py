@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spmdrl.data.image_files import FORMATS, ImageError, decode, decode_all, decode_frames, name_of
+from spmdrl.data.image_files import FORMATS, ImageError, decode, decode_all, name_of
 from spmdrl.data.images import has_items, illustrated
 from spmdrl.data.row_columns import Row, RowError
 from spmdrl.data.rowfiles import open_rows
@@ -233,7 +233,7 @@ def test_every_kind_of_source_gives_the_same_pixels_and_name(tmp_path):
         *({"base64": url}, {"type": "image", "image": {"bytes": data}}, Image.open(path)),
         np.asfortranarray(array),
     ]
-    found = decode_all(sources, tmp_path, array.shape[0] * array.shape[1])
+    found = [*decode_all(sources, tmp_path, array.shape[0] * array.shape[1])]
     assert all(each.mode == "RGB" and np.array_equal(each, array) for each in found)
     assert len({name_of(each) for each in found}) == 1 and all(each is not image for each in found)
     assert decode({"path": "sub/an image.png"}, str(tmp_path), MUCH).size == (9, 6)
@@ -384,32 +384,8 @@ def test_sources_that_are_no_images_are_refused_with_advice(tmp_path):
     ):
         assert says in refusal(source, tmp_path), source
     with pytest.raises(ImageError, match="^image 2 of 2: there is no image file"):
-        decode_all([pixels(), "gone.png"], tmp_path, MUCH)
+        list(decode_all([pixels(), "gone.png"], tmp_path, MUCH))
     assert issubclass(ImageError, RowError)
-
-
-def test_a_video_is_a_list_of_frames_of_one_size():
-    frames = np.stack([pixels(seed) for seed in range(3)])
-    for source in (
-        list(frames),
-        frames,
-        {"video": [encoded(Image.fromarray(frame)) for frame in frames]},
-        {"type": "video", "video": {"frames": frames}},
-        tuple(Image.fromarray(frame) for frame in frames),
-    ):
-        assert np.array_equal(np.stack(decode_frames(source, ".", MUCH)), frames)
-    for source, says in (
-        ("clip.mp4", "the video is a file (str ('clip.mp4')), and video files are not decoded here: give a list of"),
-        ({"video": "clip.mp4"}, "give a list of frames"),
-        ({"bytes": b"x"}, "give a list of frames"),
-        ({"video": list(frames), "sample_fps": 2}, "sets sample_fps"),
-        (Image.fromarray(frames[0]), "give a list of frames"),
-        ([], "has no frames"),
-        ([frames[0], "gone.png"], "frame 2 of 2: there is no image file"),
-        ([frames[0], frames[0][:, :4]], "differ in size (4 x 6 and 9 x 6)"),
-        ([frames[0], png(2000, 2000)], "frame 2 of 2: the image has 2000 x 2000"),
-    ):
-        assert says in refusal(source, read=decode_frames), source
 
 
 def test_rows_of_a_parquet_file_as_verl_and_datasets_write_it_become_pixels(tmp_path):

@@ -210,7 +210,7 @@ def test_templates_that_leave_images_out_and_typed_placeholders_are_refused(tmp_
 def test_any_text_in_the_column_image_is_a_path_where_images_are_read(tmp_path):
     encode = encoder("qwen2_5_vl", tmp_path)
     talk = [turn("what?"), turn("that", "assistant")]
-    with pytest.raises(RowError, match="image 1: .*photo.jfif"):
+    with pytest.raises(RowError, match="image 1 of 1: .*photo.jfif"):
         encode(Row({"messages": talk, "image": "photo.jfif"}, str(tmp_path)))
     text_only = Encoder(SFTConfig().data, encode.tokenizer, 2048)
     assert len(text_only(Row({"messages": talk, "image": "ubuntu:24.04"})).sequences) == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from spmdrl.hub.expand import cuts_image, expand, image_tokens, images_within, positions
+from spmdrl.hub.expand import expand, image_tokens, positions
 from spmdrl.hub.images import forward_inputs, load_processor, process_image
 from spmdrl.hub.vision import Vision, read_vision, reads_images
 from tests.unit.vision_models import (
@@ -126,7 +126,6 @@ def test_facts_name_the_parts_of_the_model(family):
     named = {name for name in parts if name.endswith(("merger", "merger_list", "connector"))}
     assert named == set(vision.projector)
     assert vision.deepstack == (family == "qwen3_vl") == any("deepstack" in name for name in parts)
-    assert vision.image in vision.never and (vision.video is None or vision.video in vision.never)
     assert reads_images(config(family)) and not reads_images(config(family).get_text_config())
 
 
@@ -236,9 +235,3 @@ def test_processors_and_images_that_do_not_fit_the_model_are_refused(tmp_path):
         process_image(image_processor("qwen3_vl"), Image.new("RGB", (0, 5)), vision)
     with pytest.raises(ValueError, match="aspect ratio"):
         process_image(image_processor("qwen3_vl"), Image.new("RGB", (1, 300)), vision)
-
-
-def test_a_cut_goes_between_images_or_is_seen():
-    spans = [(2, 6), (6, 9), (11, 12)]
-    assert [cuts_image(spans, n) for n in range(13)] == [n in (3, 4, 5, 7, 8) for n in range(13)]
-    assert [images_within(spans, n) for n in range(13)] == [0] * 6 + [1] * 3 + [2] * 3 + [3]
