@@ -59,7 +59,7 @@ def with_images(batch: Batch, images: list[tuple[Payload, ...]], placeholder: in
     return out
 
 
-def told_apart(tokens_L: torch.Tensor, mark_L: torch.Tensor | None) -> torch.Tensor:
+def distinct_tokens(tokens_L: torch.Tensor, mark_L: torch.Tensor | None) -> torch.Tensor:
     """Return the tokens of a sequence with a negative number for each placeholder, which depends on the image.
 
     So sequences that show different images are different. The numbers fit into int32. mark_L: the column `image`, or

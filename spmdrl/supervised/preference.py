@@ -15,7 +15,7 @@ from spmdrl.config.resume import fixed_settings
 from spmdrl.config.schema import is_average
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
-from spmdrl.data.placeholders import COLUMN, told_apart
+from spmdrl.data.placeholders import COLUMN, distinct_tokens
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.contract import Objective
@@ -126,7 +126,7 @@ class StoredReference:
         name, row = key
         for sequence in sequences:
             try:
-                tokens = told_apart(sequence.tokens, sequence.columns.get(COLUMN))
+                tokens = distinct_tokens(sequence.tokens, sequence.columns.get(COLUMN))
                 (sequence.columns["ref_logp"],) = self.stored.columns(tokens, sequence.mask, ("logp",))
             except NoNumbersError as error:
                 raise ValueError(

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from spmdrl.data.batch import Batch
 from spmdrl.data.distribute import balance
 from spmdrl.data.mixture import Drawn, Mixture, Permuted
-from spmdrl.data.placeholders import COLUMN, told_apart
+from spmdrl.data.placeholders import COLUMN, distinct_tokens
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.world import World
@@ -102,10 +102,10 @@ def write(
 
 
 def tokens_of(batch: Batch) -> list[torch.Tensor]:
-    """Return the tokens of each sequence, int64 [L], by which its values are found (`told_apart`)."""
+    """Return the tokens of each sequence, int64 [L], by which its values are found (`distinct_tokens`)."""
     lengths = batch.lengths.tolist()
     marks = batch.token[COLUMN].split(lengths) if COLUMN in batch.token else [None] * len(lengths)
-    return [told_apart(*row) for row in zip(batch.token["tokens"].split(lengths), marks, strict=True)]
+    return [distinct_tokens(*row) for row in zip(batch.token["tokens"].split(lengths), marks, strict=True)]
 
 
 class _Writer:

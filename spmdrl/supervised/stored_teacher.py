@@ -14,7 +14,7 @@ from spmdrl.config import fields
 from spmdrl.config.sft import SFTConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
-from spmdrl.data.placeholders import COLUMN, told_apart
+from spmdrl.data.placeholders import COLUMN, distinct_tokens
 from spmdrl.health.status import tick
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.objectives.distillation import TargetReader, build_reader
@@ -101,7 +101,7 @@ class StoredTeacher:
                 total += len(found) > 0
                 try:
                     for *_, sequence in found:
-                        self._columns(told_apart(sequence.tokens, sequence.columns.get(COLUMN)), sequence.mask)
+                        self._columns(distinct_tokens(sequence.tokens, sequence.columns.get(COLUMN)), sequence.mask)
                 except NoNumbersError as error:
                     lacking += 1
                     lines.append(f"{drawn[place].where}: {error}")

@@ -102,7 +102,7 @@ def grade(grader, program: str, truth: object, extra: dict | None = None):
     [(STDIN, READ), (CALLS, "def add(a, b):\n    "), (UNIT, "def add(a, b):\n    ")],
     ids=["stdin", "calls", "unit"],
 )
-def test_each_result_is_told_apart(grader, impatient, style, start):
+def test_each_result_is_distinct_tokens(grader, impatient, style, start):
     give = "print({})" if style is STDIN else "return {}"
     endless = "any(iter(int, 1)) if a == 5 else 0; " + give.format("a + b")
     for body, passed, other in [

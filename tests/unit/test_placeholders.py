@@ -8,7 +8,7 @@ import torch
 from spmdrl.data.batch import Batch, concatenate
 from spmdrl.data.distribute import distribute
 from spmdrl.data.microbatch import microbatches, units_of
-from spmdrl.data.placeholders import marks_of, places, told_apart, whole, with_images
+from spmdrl.data.placeholders import distinct_tokens, marks_of, places, whole, with_images
 from spmdrl.data.tree import plan_tree
 from spmdrl.spmd.peers import Peers
 
@@ -101,13 +101,13 @@ def test_placeholders_that_do_not_fit_the_images_are_refused():
     assert with_images(text, [()], PAD).token["image"].tolist() == [0, 0]
 
 
-def test_sequences_with_different_images_are_told_apart():
+def test_sequences_with_different_images_are_distinct():
     batch = batch_of(*ROWS)
     rows = batch.token["tokens"].split(batch.lengths.tolist()), batch.token["image"].split(batch.lengths.tolist())
     for tokens, marks, images in zip(*rows, batch.images, strict=True):
         assert torch.equal(marks, marks_of(list(images), tokens == PAD))
-        apart = told_apart(tokens, marks)
+        apart = distinct_tokens(tokens, marks)
         assert torch.equal(apart[marks == 0], tokens[marks == 0]) and torch.equal(apart.int().long(), apart)
         assert bool((apart[marks > 0] < 0).all())
-    first, _, third, *_ = (told_apart(*row) for row in zip(*rows, strict=True))
-    assert not bool((first[1:4] == third[1:4]).any()) and torch.equal(told_apart(rows[0][3], None), rows[0][3])
+    first, _, third, *_ = (distinct_tokens(*row) for row in zip(*rows, strict=True))
+    assert not bool((first[1:4] == third[1:4]).any()) and torch.equal(distinct_tokens(rows[0][3], None), rows[0][3])

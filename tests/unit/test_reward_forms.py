@@ -281,7 +281,7 @@ class Late:
         pass
 
 
-def test_parts_are_told_apart_and_gates_of_absent_rewards_are_left_out():
+def test_parts_are_distinct_tokens_and_gates_of_absent_rewards_are_left_out():
     def of(**answers):
         late = Late(**answers)
         late.ready = True
