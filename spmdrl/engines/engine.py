@@ -16,6 +16,7 @@ from spmdrl.config.schema import Config
 from spmdrl.engines.needs import Needs
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
+from spmdrl.spmd.payload import Payload
 from spmdrl.weights.reshard import Entry
 from spmdrl.weights.safetensors import stored
 
@@ -38,7 +39,7 @@ class Request:
 
     key: Key
     prompt: list[int]
-    """Prompt tokens."""
+    """Prompt tokens. The placeholders of images are expanded (`hub/expand.py`)."""
     seed: int
     """Sampling seed of the request, from 0 to 2**63 - 1."""
     version: int
@@ -47,6 +48,8 @@ class Request:
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
+    images: tuple[Payload, ...] = ()
+    """Images of the prompt, in the order of their placeholders."""
 
 
 @dataclass

@@ -73,6 +73,11 @@ class Vision:
         return self.positions != LINE
 
     @property
+    def never(self) -> Ids:
+        """Ids of the placeholders, which engines never sample: the model reads features instead of their embeddings."""
+        return (self.image,) if self.video is None else (self.image, self.video)
+
+    @property
     def tile_tokens(self) -> int:
         """Number of placeholders of one tile."""
         assert self.tile is not None
