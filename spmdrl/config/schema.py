@@ -373,6 +373,9 @@ class DataConfig:
     """Column with the prompt (text or a list of chat messages)."""
     answer_column: str = "answer"
     """Column with the ground truth. Empty: the reward needs no ground truth."""
+    images_column: str = "images"
+    """Column with a prompt's images, for models that read images. Messages mark their places by parts of type `image`
+    or by `<image>`."""
     template: str = ""
     """Prompt template; `{prompt}` is replaced by the prompt. Empty: use the prompt as is."""
     system: str = ""

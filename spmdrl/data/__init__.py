@@ -5,6 +5,7 @@ builtin.py        the built-in tasks
 rowfiles.py       reads rows without loading them all into memory: files by index, and streams
 mixture.py        draws prompts and rows in order, and mixes weighted sources
 prompts.py        the prompts of a run
+prompt_images.py  puts the images of a row into its prompt
 prompt_columns.py inserts row columns into the prompt, and leaves other columns to reward functions
 dialogues.py      reads supervised rows as dialogues or text
 preferences.py    reads preference rows as pairs or labelled responses

@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 
-from spmdrl.data.segment import BY_PATH, NONE, PREVIOUS, STATES, Segment, prompt_segment, segments_of, shared_length
+from spmdrl.data.segment import (
+    BY_PATH,
+    NONE,
+    PREVIOUS,
+    STATES,
+    Segment,
+    Shown,
+    prompt_segment,
+    segments_of,
+    shared_length,
+    shown_from,
+)
+from spmdrl.spmd.payload import Payload
 
 __all__ = ["FINISH_REASONS", "STATES", "Episode", "Segment", "episode_of", "prompt_segment", "segments_of"]
 
@@ -113,6 +125,11 @@ class Episode:
         return self.along(lambda s: s.tokens)
 
     @property
+    def images(self) -> tuple[Payload, ...]:
+        """The images that the tokens show, in order."""
+        return tuple(image for i in self.path for _, image in self.segments[i].images)
+
+    @property
     def mask(self) -> torch.Tensor:
         """bool [L]: True for tokens that the policy sampled."""
         return self.along(Segment.mask)
@@ -170,13 +187,19 @@ class Episode:
             )
 
     def add_observed(
-        self, tokens: list[int], state: int | None = None, after: int | None = None, parent: int = BY_PATH
+        self,
+        tokens: list[int],
+        state: int | None = None,
+        after: int | None = None,
+        parent: int = BY_PATH,
+        images: Shown = (),
     ) -> None:
         """Append an environment response, which starts a turn.
 
         state: id of the state that the tokens show, or None to compute it from all tokens of the path. after: index of
         the segment that the tokens follow. Use None for the last segment, or NONE to start a new root; any other
-        segment starts a branch (`cut` returns the segment that ends after a given token). parent: as in `Segment`.
+        segment starts a branch (`cut` returns the segment that ends after a given token). parent, images: as in
+        `Segment`.
 
         Raises ValueError if there are no tokens, if a token is negative, or if state, after or parent is out of range.
         """
@@ -190,39 +213,42 @@ class Episode:
             raise ValueError(f"an observation must follow one of the segments 0 to {last}; it follows {after}")
         if not BY_PATH <= parent < self.turns:
             raise ValueError(f"a turn must follow one of the turns 0 to {self.turns - 1}; it follows {parent}")
-        observed, turn = torch.tensor(tokens, dtype=torch.int64), self.turns
-        if state is None:
-            earlier = [self.segments[i].tokens for i in self.path_to(after)]
-            path = torch.cat([*earlier, observed]).numpy().tobytes()
-            state = int.from_bytes(hashlib.blake2b(path, digest_size=8).digest()) % STATES
         place = PREVIOUS if after == last else after
-        self.segments.append(Segment(observed, None, 0, turn, state, place, parent))
+        observed = Segment(torch.tensor(tokens, dtype=torch.int64), None, 0, self.turns, 0, place, parent, 0.0, images)
+        if state is None:
+            earlier = [self.segments[i].distinct() for i in self.path_to(after)]
+            path = torch.cat([*earlier, observed.distinct()]).numpy().tobytes()
+            state = int.from_bytes(hashlib.blake2b(path, digest_size=8).digest()) % STATES
+        self.segments.append(replace(observed, state=state))
 
-    def fork(self, prompt: list[int], state: int | None = None) -> int:
+    def fork(self, prompt: list[int], state: int | None = None, images: Shown = ()) -> int:
         """Start a turn with a complete prompt, because its history was rewritten; return the number of shared tokens.
 
         The longest prefix that the prompt has in common with a path is shared, but never the prompt's last token. The
         remaining tokens are observed. The turn's parent is the last sampled turn. A prompt that continues the current
-        path extends it. state: as in `add_observed`.
+        path extends it. state: as in `add_observed`. images: images of the complete prompt.
 
         Raises ValueError if the prompt is empty, or a token is negative.
         """
         if not prompt or min(prompt) < 0:
             raise ValueError(f"a prompt needs one token or more, none of them negative; it is {prompt}")
-        most, last = self._closest(torch.tensor(prompt, dtype=torch.int64))
+        most, last = self._closest(prompt_segment(prompt, images).distinct())
         shared = min(most, len(prompt) - 1)
         at = self.cut(shared, self.path_to(last)) if shared else NONE
         sampled = [s.turn for s in self.segments if s.sampled]
-        self.add_observed(prompt[shared:], state, at, max(sampled, default=-1))
+        self.add_observed(prompt[shared:], state, at, max(sampled, default=-1), shown_from(images, shared))
         return shared
 
     def _closest(self, prompt: torch.Tensor) -> tuple[int, int]:
-        """Return the length of the longest prefix that the prompt shares with a path, and the last segment in it."""
+        """Return the length of the longest prefix that the prompt shares with a path, and the last segment in it.
+
+        prompt: as `Segment.distinct` returns it.
+        """
         found, ends = (0, -1), {-1: 0}
         for i, s in enumerate(self.segments):
             start = ends.get(self.before(i))
             if start is not None:
-                same = shared_length(s.tokens, prompt[start:])
+                same = shared_length(s.distinct(), prompt[start:])
                 # Among prefixes of equal length, choose the latest segment, to extend the current path if possible.
                 found = max(found, (start + same, i))
                 if same == len(s):
@@ -246,12 +272,7 @@ class Episode:
 
     def _cut(self, index: int, at: int) -> None:
         """Split a segment after its first `at` tokens; the segments that followed it then follow the later part."""
-        s = self.segments[index]
-        logp = (None, None) if s.logp is None else (s.logp[:at], s.logp[at:])
-        parts = [
-            replace(s, tokens=s.tokens[:at], logp=logp[0], reward=0.0),
-            replace(s, tokens=s.tokens[at:], logp=logp[1], after=PREVIOUS),
-        ]
+        parts = list(self.segments[index].cut(at))
         # Other episodes might share these segments, so they are replaced instead of modified.
         later = [replace(x, after=x.after + 1) if x.after >= index else x for x in self.segments[index + 1 :]]
         self.segments[index:] = parts + later

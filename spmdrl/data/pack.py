@@ -8,7 +8,8 @@ import torch
 
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import FINISH_REASONS, Episode
-from spmdrl.data.segment import BY_PATH, NONE, Segment, segments_of, shared_length
+from spmdrl.data.placeholders import shown_in, with_images
+from spmdrl.data.segment import BY_PATH, NONE, Segment, Shown, segments_of, shared_length, shown_from
 
 
 @dataclass
@@ -43,6 +44,7 @@ def from_episodes(
     experts_width: int = 0,
     turns: bool = False,
     turn_rewards: bool = False,
+    placeholder: int | None = None,
 ) -> Batch:
     """Pack the paths of this rank's episodes in sample order. With no episodes, return an empty batch with all columns.
 
@@ -55,6 +57,10 @@ def from_episodes(
     turn_rewards: add `token["turn_reward"]`, and two token counts per episode: `seq["made"]` counts the tokens after
     the prompt, and `seq["distinct"]` all tokens. Tokens shared by paths count once. If False, turn rewards appear only
     as part of `seq["reward"]`.
+    placeholder: id of the placeholder tokens of images, so that the batch holds images; None if the model reads text
+    only.
+
+    Raises ValueError if a sequence has placeholders without an image.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in _paths_of(e)]
 
@@ -96,7 +102,10 @@ def from_episodes(
     for name in part_names:
         part = (p.episode.parts.get(name, 0.0 if p.episode.timed_out else math.nan) for p in ordered)
         seq[f"part/{name}"] = column(part, torch.float64)
-    return Batch(column(sum(map(len, p.segments)) for p in ordered), token, seq)
+    batch = Batch(column(sum(map(len, p.segments)) for p in ordered), token, seq)
+    if placeholder is None:
+        return batch
+    return with_images(batch, [tuple(image for s in p.segments for _, image in s.images) for p in ordered], placeholder)
 
 
 def all_experts(episode: Episode, width: int) -> torch.Tensor:
@@ -127,7 +136,7 @@ def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
     rewards = token.get("turn_reward", torch.zeros(batch.n_tokens)).split(lengths)
-    paths = list(zip(*columns, strict=True))
+    paths = list(zip(*columns, shown_in(batch), strict=True))
     names = [name for name in batch.seq if name.startswith("part/") and name.removeprefix("part/") not in leave_out]
     seq = {name: batch.seq[name].tolist() for name in ("prompt", "sample", "position", "finish", "reward", *names)}
     out = []
@@ -146,17 +155,25 @@ def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
     return out
 
 
-def _add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: torch.Tensor, version: torch.Tensor):
+def _add_path(
+    episode: Episode,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    logp: torch.Tensor,
+    version: torch.Tensor,
+    images: Shown,
+) -> None:
     """Add a path, given as columns [L], to an episode that already contains all earlier paths."""
-    earlier = [(path, episode.along(lambda s: s.tokens, path)) for path in episode.paths()]
+    earlier = [(path, episode.along(Segment.distinct, path)) for path in episode.paths()]
+    mine = Segment(tokens, images=images).distinct()
     # A later path never contains a complete earlier path, so the last token of the earlier path is not shared.
-    alike = [(min(shared_length(x, tokens), len(x) - 1), path) for path, x in earlier]
+    alike = [(min(shared_length(x, mine), len(x) - 1), path) for path, x in earlier]
     shared, path = max(alike, key=lambda pair: pair[0])
     # Tokens sampled on this path are not shared with an earlier path, even if they are equal.
     sampled = torch.nonzero(mask).flatten().tolist()
     shared = min([shared, len(tokens) - 1, *sampled[:1]])
     after, turn = episode.cut(shared, path) if shared else NONE, episode.turns
-    rest = segments_of(tokens[shared:], mask[shared:], logp[shared:], version[shared:])
+    rest = segments_of(tokens[shared:], mask[shared:], logp[shared:], version[shared:], shown_from(images, shared))
     for i, s in enumerate(rest):
         episode.segments.append(replace(s, turn=turn + s.turn, **({} if i else {"after": after})))
 

@@ -85,6 +85,15 @@ def whole(length: int, mark_L: torch.Tensor) -> int:
     return int(cut[0]) if len(cut) else length
 
 
+def shown_in(batch: Batch) -> list[tuple[tuple[int, Payload], ...]]:
+    """Return the images of each sequence, each with the index of its first placeholder in the sequence."""
+    if batch.images is None:
+        return [()] * len(batch)
+    rows = batch.token[COLUMN].split(batch.lengths.tolist())
+    pairs = zip(rows, batch.images, strict=True)
+    return [tuple((int(at[0]), image) for image, at in places(mark_L, [images])) for mark_L, images in pairs]
+
+
 def places(mark_T: torch.Tensor, images: list[tuple[Payload, ...]]) -> list[tuple[Payload, torch.Tensor]]:
     """Return each image's payload and the indices of its tokens in the packed batch, int64 [n], in packed order."""
     payloads = [payload for row in images for payload in row]

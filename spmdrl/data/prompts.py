@@ -27,6 +27,7 @@ from spmdrl.data.prompt_columns import (
     with_columns,
     with_values,
 )
+from spmdrl.data.prompt_images import PromptImage, Reader, expanded, with_places
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.row_columns import EMPTY, Row, RowError, check_text, listed, tools_of, variables_of
 from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
@@ -43,6 +44,7 @@ class Prompt:
     index: int
     """Index of the prompt's row in the source; it keys all random draws for the prompt."""
     tokens: list[int]
+    """Tokens of the prompt. Placeholders of images are expanded."""
     ground_truth: object
     """Value that the reward function compares responses with (JSON-able)."""
     data_source: str
@@ -60,6 +62,8 @@ class Prompt:
     """JSON schemas of the row's tools."""
     more: dict = field(default_factory=dict)
     """The row's chat template variables, which override those of the run."""
+    images: tuple[PromptImage, ...] = ()
+    """Images of the prompt, in the order of their placeholders."""
     opening: list | None = None
     """Messages with which an environment starts an episode: first messages from other columns (a system message,
     earlier exchanges), then those of the prompt. None if no other column contains messages."""
@@ -94,7 +98,8 @@ class PromptSet:
         h = hashlib.sha256()
         for p in self.prompts:
             read = p.tokens or [p.content, p.extra]
-            h.update(json.dumps([p.index, read, p.ground_truth]).encode())
+            shown = [[image.name for image in p.images]] if p.images else []
+            h.update(json.dumps([p.index, read, p.ground_truth, *shown]).encode())
         return h.hexdigest()
 
 
@@ -106,11 +111,13 @@ def load_prompts(
     limit: int = 0,
     begun: bool = False,
     teacher: bool = False,
+    images: Reader | None = None,
 ) -> PromptSet:
     """Read at most `limit` rows (0 for all) of a source (see `sources.FORMS`) and encode its prompts.
 
     begun: True if an environment starts the episodes; prompts are then not encoded, and may be empty. teacher: True if
-    the template is a teacher's, which need not read the run's variables.
+    the template is a teacher's, which need not read the run's variables. images: reads the images of rows; None if the
+    model reads text only, and rows with images are then refused.
 
     Prompts keep their source indices when long prompts are dropped. Raises ValueError, which names the flag to change,
     if the source or a column does not exist, if a row cannot be read, or if all prompts are too long.
@@ -132,7 +139,7 @@ def load_prompts(
         chat="off" if raw else data.chat,
         chat_template=template_text(data.chat_template),
     )
-    reader = _Reader(source, data, tokenizer, begun)
+    reader = _Reader(source, data, tokenizer, begun, images)
     if reader.renderer and not teacher:
         check_read(reader.renderer, reader.renderer.more)
     found = [prompt for prompt in map(reader.read, range(len(source.rows))) if prompt]
@@ -154,8 +161,8 @@ def load_prompts(
 class _Reader:
     """Converts the rows of one source to prompts, and collects notes about them."""
 
-    def __init__(self, source: Source, data: DataConfig, tokenizer, begun: bool):
-        self.source, self.data, self.tokenizer, self.begun = source, data, tokenizer, begun
+    def __init__(self, source: Source, data: DataConfig, tokenizer, begun: bool, images: Reader | None = None):
+        self.source, self.data, self.tokenizer, self.begun, self.images = source, data, tokenizer, begun, images
         self.verl = {"prompt", "reward_model"} <= source.rows[0].keys()
         self.chat = data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None))
         self.variables = template_kwargs(data)
@@ -177,7 +184,7 @@ class _Reader:
         self.looked = 0
 
     def read(self, index: int) -> Prompt | None:
-        """Return a row's prompt, or None if it has images or no tokenizer can encode it.
+        """Return a row's prompt, or None if its images cannot be used or no tokenizer can encode it.
 
         Raises ValueError, which names the row.
         """
@@ -185,13 +192,15 @@ class _Reader:
         try:
             check_text(row)
             # An environment may show them in its own way.
-            if not self.begun and has_items(row, text_only=True):
-                raise RowError("it has images or videos, and prompts are text only: leave the column or the row out")
+            if not self.begun and not self.images and has_items(row, self.data.images_column, text_only=True):
+                raise RowError(
+                    "it has images or videos, and the model reads text only: leave the column or the row out, or take "
+                    "a model that reads images (docs/vision.md)"
+                )
+            prompt = self._prompt(index, row)
         except RowError as e:
             self.refused.append(f"{place}: {e}")
             return None
-        try:
-            prompt = self._prompt(index, row)
         except ValueError as e:
             raise ValueError(f"{place}: {e}") from e
         if self.renderer and not self.begun and (prompt.tools or prompt.more) and self.looked < LOOKED:
@@ -215,7 +224,7 @@ class _Reader:
         if data.template:
             content = around_prompt(content, row, data.template)
         prefill = with_values("--data.prefill", data.prefill, {**row, "prompt": content}) if data.prefill else ""
-        more, tools, opening = variables_of(shown), None, None
+        more, tools, opening, images = variables_of(shown), None, None, ()
         whole = with_columns(content, shown)
         if self.begun:
             opening = whole if isinstance(whole, list) and whole != content else None
@@ -223,11 +232,17 @@ class _Reader:
             if isinstance(content, list) and content:
                 text = str(content[-1].get("content", ""))
         else:
-            content, tools = whole, tools_of(shown)
+            content, tools, sources = whole, tools_of(shown), []
+            if self.images:
+                messages, sources = with_places(row, as_messages(whole), data.images_column, self.images.mark)
+                content = messages if sources else whole
             how = {"prefill": prefill, "chat": data.chat, "chat_template": data.chat_template, "system": data.system}
             tokens, text = encode(self.tokenizer, content, tools=tools, more=self.variables | more, **how)
             if not tokens:
                 raise ValueError("the prompt is empty: an engine needs at least one token")
+            if self.images:
+                read.add(data.images_column)
+                tokens, images = expanded(self.images, tokens, sources, self.source.folder)
         try:
             json.dumps(truth := json_able(truth))
         except TypeError as e:
@@ -247,6 +262,7 @@ class _Reader:
             chat=self.chat,
             tools=tools,
             more=more,
+            images=images,
             opening=opening,
         )
 

@@ -1,8 +1,14 @@
 """Segments of an episode: tokens that were sampled or observed together, and the segment that they follow."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+
+from spmdrl.spmd.payload import Payload
+
+Shown = tuple[tuple[int, Payload], ...]
+"""Images that tokens show, in order: the index of an image's first placeholder among the tokens, and the image."""
 
 STATES = 2**52
 """Exclusive upper bound of state ids, so that float64 represents them exactly."""
@@ -35,6 +41,8 @@ class Segment:
     turn before the segment on its path."""
     reward: float = 0.0
     """Reward for the response that ends with this sampled segment, given when the environment answered."""
+    images: Shown = ()
+    """Images of observed tokens. Placeholders are expanded (`hub/expand.py`) before a segment is made."""
 
     @property
     def sampled(self) -> bool:
@@ -59,20 +67,54 @@ class Segment:
             rewards[-1:] = self.reward
         return rewards
 
+    def distinct(self) -> torch.Tensor:
+        """Return int64 [n]: the tokens, with a negative number in place of each image's first placeholder.
+
+        The number depends on the image, so the results are equal only for equal tokens that show equal images.
+        """
+        if not self.images:
+            return self.tokens
+        out = self.tokens.clone()
+        for at, image in self.images:
+            out[at] = -1 - int(image.name[:15], 16)
+        return out
+
+    def cut(self, at: int) -> tuple["Segment", "Segment"]:
+        """Split the segment after its first `at` tokens. The later part keeps the reward."""
+        logp = (None, None) if self.logp is None else (self.logp[:at], self.logp[at:])
+        earlier = tuple(each for each in self.images if each[0] < at)
+        later = tuple((first - at, image) for first, image in self.images[len(earlier) :])
+        return (
+            replace(self, tokens=self.tokens[:at], logp=logp[0], reward=0.0, images=earlier),
+            replace(self, tokens=self.tokens[at:], logp=logp[1], after=PREVIOUS, images=later),
+        )
+
     def spread(self, value: int) -> torch.Tensor:
         """Repeat a number for each token: int64 [n]."""
         return torch.full((len(self),), value)
 
 
-def prompt_segment(tokens: list[int]) -> Segment:
+def prompt_segment(tokens: list[int], images: Shown = ()) -> Segment:
     """Return the segment that starts an episode."""
-    return Segment(torch.tensor(tokens, dtype=torch.int64))
+    return Segment(torch.tensor(tokens, dtype=torch.int64), images=images)
+
+
+def shown_from(images: Sequence[tuple[int, Payload]], begin: int) -> Shown:
+    """Return the images from token `begin` on, with indices that count from there."""
+    return tuple((at - begin, image) for at, image in images if at >= begin)
 
 
 def segments_of(
-    tokens_L: torch.Tensor, mask_L: torch.Tensor, logp_L: torch.Tensor, version_L: torch.Tensor | int = 0
+    tokens_L: torch.Tensor,
+    mask_L: torch.Tensor,
+    logp_L: torch.Tensor,
+    version_L: torch.Tensor | int = 0,
+    images: Shown = (),
 ) -> list[Segment]:
-    """Split columns into segments where the mask or version changes; tokens observed after a response start a turn."""
+    """Split columns into segments where the mask or version changes; tokens observed after a response start a turn.
+
+    images: images of the L tokens.
+    """
     versions = torch.as_tensor(version_L).expand(len(tokens_L))
     changes = (mask_L[1:] != mask_L[:-1]) | (mask_L[1:] & (versions[1:] != versions[:-1]))
     sizes = torch.cat([changes.nonzero().flatten() + 1, torch.tensor([len(tokens_L)])]).diff(prepend=torch.tensor([0]))
@@ -82,7 +124,8 @@ def segments_of(
         piece, sampled = slice(at, at + size), bool(mask_L[at])
         turn += bool(out) and not sampled
         logp = logp_L[piece].float() if sampled else None
-        out.append(Segment(tokens_L[piece], logp, int(versions[at]) if sampled else 0, turn))
+        shown = tuple((first - at, image) for first, image in images if at <= first < at + size)
+        out.append(Segment(tokens_L[piece], logp, int(versions[at]) if sampled else 0, turn, images=shown))
         at += size
     return out
 

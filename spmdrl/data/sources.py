@@ -46,6 +46,8 @@ class Source:
     unit: str = "row"
     numbers: list[int] = field(default_factory=list)
     """Line number of each row in its file, for messages; empty if rows are numbered by index."""
+    folder: str = ""
+    """Folder of the rows' file, from which relative paths in rows start; empty if there is no file."""
 
     def where(self, index: int) -> str:
         """Describe a row's place in the source, for error messages."""
@@ -74,9 +76,9 @@ def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 
         raise ValueError(f"no data file {spec!r} (--data.train, --data.eval): a source is {FORMS}")
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         numbers, rows = _jsonl(path, stop)
-        return Source(rows, spec, prompt_column, answer_column, numbers=numbers)
+        return Source(rows, spec, prompt_column, answer_column, numbers=numbers, folder=str(path.parent))
     if path.suffix == ".parquet":
-        return Source(_parquet(path, stop), spec, prompt_column, answer_column)
+        return Source(_parquet(path, stop), spec, prompt_column, answer_column, folder=str(path.parent))
     raise ValueError(
         f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): a source is {FORMS}"
     )

@@ -14,7 +14,6 @@ from spmdrl.data.distribute import assign_updates, gather_rows
 from spmdrl.data.episode import Episode
 from spmdrl.data.microbatch import work_of
 from spmdrl.data.pack import from_episodes
-from spmdrl.data.placeholders import refuse_images
 from spmdrl.spmd.exchange import gather_names
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for, seed_for, uniform
@@ -47,14 +46,12 @@ class ReplayBuffer:
         """
         if self.cfg.resample == "none" and self.buffer is None:
             return batch
-        refuse_images(batch, "--filter.resample or --filter.replay-steps")
         pool = batch
         if self.buffer is not None:
             for age in range(1, self.cfg.replay_steps + 1):
                 for old in self.buffer.aged(age - 1):
-                    moved = Batch(
-                        old.lengths, old.token, dict(old.seq, position=old.seq["position"] + self.prompts * age)
-                    )
+                    seq = dict(old.seq, position=old.seq["position"] + self.prompts * age)
+                    moved = Batch(old.lengths, old.token, seq, old.images)
                     # A step might have reward parts that another step lacks.
                     pool = concatenate(_with_parts(pool, moved.seq), _with_parts(moved, pool.seq))
             self.buffer.append(step, [batch])
@@ -99,20 +96,22 @@ def make_batch(
     experts_width: int = 0,
     share_prompts: bool = False,
     model_parts: tuple[str, ...] = (),
+    placeholder: int | None = None,
 ) -> Batch:
     """Pack this rank's episodes, if any, and assign the sequences to optimizer steps. Collective.
 
     step: counted from 0. replay: draws the episodes to train on from this batch and earlier batches.
     turns: True if advantages are computed per turn. skips_equal: True if prompts whose samples all have the same reward
     are skipped. experts_width: as in `from_episodes`. share_prompts: True if tokens shared by a prompt's samples are
-    computed once. model_parts: names of the reward parts that a reward model will add.
+    computed once. model_parts: names of the reward parts that a reward model will add. placeholder: as in
+    `from_episodes`.
     """
     # A rank without samples does not know the reward part names, but all ranks need the same columns.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
     prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
     # With an environment, turns and their rewards are included even for advantages that are not computed per turn.
     acts = bool(cfg.env)
-    batch = from_episodes(episodes, names, experts_width, acts or turns, acts)
+    batch = from_episodes(episodes, names, experts_width, acts or turns, acts, placeholder)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"], common = work_of(batch, share_prompts)

@@ -22,6 +22,8 @@ class Expanded:
     """int64 [T]: the index in the unexpanded sequence that each token comes from, for columns such as masks."""
     spans: list[tuple[int, int]]
     """First index, and index behind the last, of the tokens of each image, marks of its tiles included."""
+    firsts: list[int]
+    """Index of the first placeholder of each image."""
 
 
 def image_tokens(image: Payload, vision: Vision) -> list[int]:
@@ -70,7 +72,8 @@ def expand(ids: Sequence[int] | torch.Tensor, images: Sequence[Payload], vision:
     spans = [(int(ends_L[at]) - len(run), int(ends_L[at])) for at, run in zip(found, runs, strict=True)]
     for (begin, end), run in zip(spans, runs, strict=True):
         ids_T[begin:end] = torch.tensor(run)
-    return Expanded(ids_T, origin_T, spans)
+    firsts = [begin + run.index(vision.image) for (begin, _), run in zip(spans, runs, strict=True)]
+    return Expanded(ids_T, origin_T, spans, firsts)
 
 
 def _check_unexpanded(ids_L: torch.Tensor, found: list[int], vision: Vision) -> None:

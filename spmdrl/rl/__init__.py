@@ -25,5 +25,6 @@ compose.py       creates the Algorithm of a run from its settings
 spikes.py        saves the batch when an optimizer step is anomalous
 tool_calls.py    the format of the policy's tool calls, and the calls in an episode's turns
 describe.py      step metrics, and a few samples as text
+trees.py         converts episodes and batches to trees of plain values for files, and back
 state.py         saves and restores the run state and the per-rank state in checkpoints
 """

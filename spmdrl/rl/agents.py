@@ -261,7 +261,7 @@ class Agents(Environment):
             return
         self.counts["forks"] += anew
         number, reward = state.state_number(reply.state_key), self.weight * state.reward
-        self.ready.append((place_of(episode), Observation(tokens, number, anew, reward=reward)))
+        self.ready.append((place_of(episode), Observation(tokens, state=number, anew=anew, reward=reward)))
         state.reward = 0.0
 
     def _score(self, episode: Episode, finish: str) -> None:

@@ -38,6 +38,7 @@ from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine
 from spmdrl.session.engine_check import EngineCheck, check_frequencies
+from spmdrl.session.image_reader import ImageReader, image_reader
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.agreement import rank_ranges
@@ -52,6 +53,8 @@ class Sources:
     folder: Path
     """Folder of the policy's model."""
     tokenizer: Any
+    images: ImageReader | None
+    """Reads the images of prompts; None if the model reads text only."""
     limit: int
     """Maximum prompt length in tokens."""
     stop: set[int]
@@ -75,6 +78,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
     # Every rank computes this width, because batches must have the same columns even on ranks without samples.
     experts_width = experts_of(read.folder, cfg.model.trust_remote_code).width if cfg.rollout.routing_replay else 0
+    placeholder = read.images.vision.image if read.images else None
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     environment = None
     if cfg.env and world.samples:
@@ -91,7 +95,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     sampler = None
     if engine and grader:
         sampler = Sampler(cfg, world, session.timer, read.prompts, engine, grader, read.tokenizer, first, keep, greedy)
-        sampler.judges, sampler.environment = judges, environment
+        sampler.judges, sampler.environment, sampler.images = judges, environment, read.images
         sampler.step, sampler.draws = first, state.draws
     replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
     memory = Memory(cfg, models, engine, session.timer, world)
@@ -113,6 +117,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
         tokenizer=read.tokenizer,
         prompts=read.prompts,
         experts_width=experts_width,
+        placeholder=placeholder,
     )
     run.method = method(run)
     spikes.replays = run.method.replays
@@ -135,12 +140,14 @@ def read_sources(session: Session[Config]) -> Sources:
         scratch_folder()
     tokenizer = load_tokenizer(folder, trust)
     limit, stop = prompt_limit(cfg, folder), stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
-    prompts = same_prompts(session, tokenizer, cfg.data.train, limit, cfg.data.limit, "--data.limit")
+    images = image_reader(folder, tokenizer, trust)
+    prompts = same_prompts(session, tokenizer, cfg.data.train, limit, cfg.data.limit, "--data.limit", images)
     eval_prompts = None
     if cfg.is_evaluated:
-        eval_prompts = same_prompts(session, tokenizer, cfg.data.eval, limit, cfg.eval.prompts, "--eval.prompts")
+        given = cfg.data.eval, limit, cfg.eval.prompts, "--eval.prompts"
+        eval_prompts = same_prompts(session, tokenizer, *given, images)
     check_cost(cfg.reward, cfg.safety.cost)
-    return Sources(folder, tokenizer, limit, stop, prompts, eval_prompts)
+    return Sources(folder, tokenizer, images, limit, stop, prompts, eval_prompts)
 
 
 def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Models:
@@ -209,9 +216,11 @@ def _warnings(cfg: Config) -> Iterator[str]:
         )
 
 
-def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:
+def same_prompts(
+    session: Session, tokenizer, spec: str, room: int, limit: int, flag: str, images: ImageReader | None = None
+) -> PromptSet:
     """Load prompts from a source, and check that all ranks loaded the same ones. Collective over all ranks."""
-    prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit, bool(session.cfg.env))
+    prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit, bool(session.cfg.env), images=images)
     check_truths(prompts, session.cfg.reward)
     if session.cfg.env:
         check_named(session.cfg.env, prompts)

@@ -7,8 +7,12 @@ import torch
 
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.segment import Shown
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
+from spmdrl.session.image_reader import ImageReader
 from spmdrl.spmd.exchange import broadcast_rows, broadcast_text
+from spmdrl.spmd.payload import fetch
+from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
@@ -29,6 +33,8 @@ class Observation:
 
     tokens: list[int] = field(default_factory=list)
     """Tokens to append to the episode before the policy continues. At the start of an episode, the prompt."""
+    images: Shown = ()
+    """Images that the tokens show. Their placeholders are expanded."""
     state: int | None = None
     """Number of the environment's state after this answer, less than `data.episode.STATES`. The prompt has state 0.
     None if the environment does not name states; the state is then all tokens so far."""
@@ -61,7 +67,9 @@ class Environment:
     remote = False
     """True if other processes answer. Answers are then asynchronous, and only the engine's first rank gets them."""
 
-    def __init__(self):
+    def __init__(self, images: ImageReader | None = None):
+        """images: reads the images of prompts; None if the model reads text only."""
+        self.images = images
         self.ready: list[tuple[Place, Observation]] = []
 
     def reply(self, prompt: Prompt, episode: Episode) -> Observation | None:
@@ -75,7 +83,8 @@ class Environment:
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """Start an episode. An episode that started in an earlier step resumes without an observation."""
         if not episode.segments:
-            self.ready.append((place_of(episode), Observation(list(group.prompt.tokens))))
+            shown = self.images.read_again(group.prompt.images) if self.images else ()
+            self.ready.append((place_of(episode), Observation(list(group.prompt.tokens), shown)))
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
         """Process the episode's last response. finish: the engine's finish reason, `stop` or `length`."""
@@ -125,10 +134,17 @@ class OnFirstRank(Environment):
 def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Place, Observation]]:
     """Broadcast the observations from the engine's first rank to all ranks of the engine, and return them. Collective.
 
-    Tokens are broadcast as a tensor. Rewards, reward parts and failure messages are broadcast as text.
+    Tokens and images are broadcast as tensors. Rewards, reward parts and failure messages are broadcast as text.
     """
     group, device = world.engine_group, world.device
-    facts = [(place, len(each.tokens), vars(each) | {"tokens": []}) for place, each in seen]
+    facts = [
+        (
+            place,
+            len(each.tokens),
+            vars(each) | {"tokens": [], "images": [(at, image.name) for at, image in each.images]},
+        )
+        for place, each in seen
+    ]
     text = broadcast_text(json.dumps(facts) if facts else "", group, device)
     if not text:
         return []
@@ -136,11 +152,14 @@ def share(seen: list[tuple[Place, Observation]], world: World) -> list[tuple[Pla
         torch.tensor([t for _, each in seen for t in each.tokens], dtype=torch.int64), group, device
     )
     facts = json.loads(text)
-    tokens = tokens_T.split([count for _, count, _ in facts])
-    return [
-        ((position, sample), Observation(**fields | {"tokens": tokens_N.tolist()}))
-        for ((position, sample), _, fields), tokens_N in zip(facts, tokens, strict=True)
-    ]
+    held = {image.name: image for _, each in seen for _, image in each.images}
+    wanted = list(dict.fromkeys(name for _, _, fields in facts for _, name in fields["images"]))
+    found = fetch(held, wanted, Peers(group, device)) if wanted else {}
+    tokens, out = tokens_T.split([count for _, count, _ in facts]), []
+    for ((position, sample), _, fields), tokens_N in zip(facts, tokens, strict=True):
+        shown = tuple((at, found[name]) for at, name in fields["images"])
+        out.append(((position, sample), Observation(**fields | {"tokens": tokens_N.tolist(), "images": shown})))
+    return out
 
 
 def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:

@@ -237,8 +237,8 @@ def add(seen: Observation, episode: Episode) -> None:
             # The episode failed before it started. It gets an empty prompt and never enters a batch.
             episode.segments.append(prompt_segment([]))
     elif not episode.segments:
-        episode.segments.append(prompt_segment(seen.tokens))
+        episode.segments.append(prompt_segment(seen.tokens, seen.images))
     elif seen.anew:
-        episode.fork(seen.tokens, seen.state)
+        episode.fork(seen.tokens, seen.state, seen.images)
     else:
-        episode.add_observed(seen.tokens, seen.state)
+        episode.add_observed(seen.tokens, seen.state, images=seen.images)

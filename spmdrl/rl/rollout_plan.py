@@ -165,6 +165,7 @@ class RolloutPlan:
             max_new_tokens=self.room_of_turn(episode),
             temperature=0.0 if self.greedy and sample == self.samples else self.temperature,
             top_p=self.top_p,
+            images=episode.images,
         )
 
     def is_abandoned(self, world: World, polls: int) -> bool:

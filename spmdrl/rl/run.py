@@ -54,6 +54,8 @@ class Run(JobRun[Config]):
     prompts: PromptSet
     experts_width: int
     """Number of columns of `token["experts"]` in a batch, or 0 without routing replay."""
+    placeholder: int | None
+    """Id of the placeholder tokens of images, or None if the model reads text only."""
     method: "PolicyGradient" = field(init=False)
     """Learning method, created after the run."""
     timeouts_seen: int = 0
@@ -273,6 +275,7 @@ class PolicyGradient:
                 experts_width=run.experts_width,
                 share_prompts=shares_prompts(run.cfg.policy),
                 model_parts=run.models.reading.names if run.models.reading else (),
+                placeholder=run.placeholder,
             )
 
     def score(self, batch: Batch) -> tuple[Batch, Metrics]:

@@ -16,6 +16,7 @@ from spmdrl.rl.fill_batch import Filling
 from spmdrl.rl.grade import Grading
 from spmdrl.rl.rollout import Rollout
 from spmdrl.rl.rollout_plan import Experience, PromptGroup, RolloutPlan
+from spmdrl.session.image_reader import ImageReader
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
@@ -43,6 +44,8 @@ class Sampler:
     """True to also sample a greedy response to every prompt."""
     environment: Environment | None = None
     """Environment of the episodes, or None for single-turn episodes."""
+    images: ImageReader | None = None
+    """Reads the images of prompts; None if the model reads text only."""
     judges: EngineJudges | None = None
     """Judges that run on the engine, or None. Such judges make every rollout collective over the ranks that sample."""
     step: int = 0
@@ -146,7 +149,8 @@ class Sampler:
         if self.judges:
             self.judges.begin(plan)
         grading = Grading(self.grader, self.tokenizer, self.world.engine_tp_rank == 0)
-        result = Rollout(plan, self.engine, grading, self.world, self.environment or Environment()).run(timer)
+        environment = self.environment or Environment(self.images)
+        result = Rollout(plan, self.engine, grading, self.world, environment).run(timer)
         # In this collective, all engines wait for the slowest one.
         with timer("exchange"):
             if not plan.keeps_graded and any_rank(result.abandoned, self.world.rollout_group):

@@ -8,17 +8,18 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
 
 from spmdrl.checkpoint import treefile
 from spmdrl.config.paths import inside
-from spmdrl.data.batch import Batch
+from spmdrl.data.batch import Batch, concatenate
 from spmdrl.policy.grad_guard import AnomalousStep, Guard
 from spmdrl.policy.models import Models
 from spmdrl.policy.objectives.algorithm import Algorithm
+from spmdrl.rl.trees import Images, batch_of, batch_tree
 from spmdrl.spmd.exchange import all_reduce, lexsort
 from spmdrl.spmd.world import World
 
@@ -75,8 +76,9 @@ class Spikes:
         if self.world.rank in holders:
             place.mkdir(parents=True, exist_ok=True)
             batch = seen.batch.to(torch.device("cpu"))
-            tree = {"lengths": batch.lengths, "token": batch.token, "seq": batch.seq}
-            treefile.write(place / rank_file(self.world.rank), tree)
+            images = Images()
+            tree = batch_tree(batch, images)
+            treefile.write(place / rank_file(self.world.rank), tree | {"shown": images.tree()})
         # A guard may end the job afterwards, so wait until all ranks have written their files.
         self._meet()
         look = f"python -m spmdrl.tools.replay {place}" if self.replays else f"the batch in {place}"
@@ -126,8 +128,9 @@ def read(place: Path) -> tuple[dict, Batch]:
         ) from error
     parts = [treefile.read(place / name) for name in files]
     try:
-        token, seq = ({k: torch.cat([p[kind][k] for p in parts]) for k in parts[0][kind]} for kind in ("token", "seq"))
-        batch = Batch(torch.cat([part["lengths"] for part in parts]), token, seq)
+        # A file of an earlier version has no images.
+        shown = [part.pop("shown", {}) for part in parts]
+        batch = reduce(concatenate, [batch_of(part, Images.of(each)) for part, each in zip(parts, shown, strict=True)])
         return facts, batch.select(lexsort(batch.keys))
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{place}: its files do not make one batch ({type(error).__name__}: {error})") from error

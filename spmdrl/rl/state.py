@@ -5,14 +5,11 @@ placement), replay-buffer batches, and random number generators. The run seeds i
 generators matter only if a user-defined loss or reward draws from them. Each rank saves its state as a tree of plain
 values and tensors (`checkpoint/treefile.py`), and reads the same file when the run resumes. If the number of ranks has
 changed, `dealt` redistributes the saved groups, and generator states are not restored.
-
-Old checkpoints, whose episodes have no segments, can still be read. Old checkpoints store responses as columns, under
-`parts` in a group and `trajectories` in a step.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,13 @@ import torch
 
 from spmdrl.checkpoint import treefile
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch
-from spmdrl.data.episode import Episode, Segment, episode_of, prompt_segment, segments_of
-from spmdrl.data.prompts import Prompt, PromptSet
+from spmdrl.data.prompts import PromptSet
 from spmdrl.data.step_batch import ReplayBuffer
 from spmdrl.policy.objectives.algorithm import Algorithm
-from spmdrl.rl.conversation_state import ConversationState
-from spmdrl.rl.rollout_plan import Experience, PromptGroup
+from spmdrl.rl.rollout_plan import Experience
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.spikes import Spikes
+from spmdrl.rl.trees import Images, batch_of, batch_tree, experience, experience_tree, group, group_tree
 from spmdrl.spmd.generators import generator_states, set_generator_states
 from spmdrl.spmd.world import World
 
@@ -79,7 +74,7 @@ class RankState:
 
     def tree(self) -> dict:
         """Implements `RankKept.tree`. Later steps do not modify the returned tensors."""
-        world, ahead, buffer = self.world, self.sampler, self.replay.buffer
+        world, ahead, buffer, images = self.world, self.sampler, self.replay.buffer, Images()
         samplers = world.roles.samplers
         # All ranks of an engine have the same groups, and only its first rank has the episodes.
         leads = world.samples and world.engine_tp_rank == 0
@@ -90,13 +85,15 @@ class RankState:
             "ahead": {
                 "step": ahead.step,
                 "draws": ahead.draws,
-                "carried": [group_tree(g) for g in ahead.carried],
-                "ready": [experience_tree(done) for done in ahead.ready],
+                "carried": [group_tree(g, images) for g in ahead.carried],
+                "ready": [experience_tree(done, images) for done in ahead.ready],
             }
             if ahead and leads
             else None,
-            "replay": [(step, fields_of(batch)) for step, batch in buffer.entries()] if buffer else [],
+            "replay": [(step, batch_tree(batch, images)) for step, batch in buffer.entries()] if buffer else [],
             "generators": generator_states(world.device),
+            # The trees above name images, which are collected while the trees are made.
+            "images": images.tree(),
         }
 
     def restore(self, files: list[Path]) -> str:
@@ -166,11 +163,14 @@ class RankState:
             )
         ahead.draws, ahead.step = first["draws"], first["step"]
         prompts = {prompt.index: prompt for prompt in self.prompts.prompts}
-        carried = [group(tree, prompts) for one in trees for tree in one["carried"][share::shares]]
+        # A file of an earlier version has no images.
+        held = [Images.of(read(leaders[i]).get("images", {})) for i in numbers]
+        pairs = list(zip(trees, held, strict=True))
+        carried = [group(tree, prompts, images) for one, images in pairs for tree in one["carried"][share::shares]]
         leads = world.engine_tp_rank == 0
         ready: deque[Experience] = deque()
         for same_step in zip(*(one["ready"] for one in trees), strict=True):
-            parts = [experience(tree) for tree in same_step]
+            parts = [experience(tree, images) for tree, images in zip(same_step, held, strict=True)]
             episodes = [e for part in parts for e in part.episodes]
             kept = set(sorted({e.position for e in episodes})[share::shares])
             # `Run._count` sums bad samples over ranks, so a single rank gets the whole count. `drawn` and metrics were
@@ -185,7 +185,10 @@ class RankState:
     def _restore_replay(self, read: Callable[[int], dict], before: int) -> None:
         assert self.replay.buffer is not None
         numbers, share, shares = dealt(self.world.rank, self.world.size, before)
-        entries = [(step, Batch(**tree)) for i in numbers for step, tree in read(i)["replay"]]
+        entries = []
+        for i in numbers:
+            images = Images.of(read(i).get("images", {}))
+            entries += [(step, batch_of(tree, images)) for step, tree in read(i)["replay"]]
         for step, batch in sorted(entries, key=lambda entry: entry[0]):
             # A batch saved without path columns has one path per episode.
             batch.seq |= batch.identity
@@ -211,74 +214,3 @@ def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
     if before >= count:
         return list(range(mine, before, count)), 0, 1
     return [mine % before], mine // before, len(range(mine % before, count, before))
-
-
-def fields_of(x: Any) -> dict:
-    """Return a dataclass's fields as a dict, without copying values."""
-    return {field.name: getattr(x, field.name) for field in fields(x)}
-
-
-def episode_tree(e: Episode) -> dict:
-    """Convert an episode to a tree. The episode must not be part of a running rollout.
-
-    Its conversation is stored under the key `talk`, as JSON values.
-    """
-    saved = {"segments": [fields_of(s) for s in e.segments], "conversation": e.conversation and e.conversation.saved()}
-    values = fields_of(e) | saved
-    return {"talk" if name == "conversation" else name: values[name] for name in values if name != "phase"}
-
-
-def episode(tree: dict) -> Episode:
-    """Convert a tree from `episode_tree` back to an episode."""
-    values: dict[str, Any] = tree | {"segments": [Segment(**s) for s in tree["segments"]]}
-    talk = values.pop("talk", None)
-    return Episode(**values, conversation=talk and ConversationState.restored(talk))
-
-
-def group_tree(g: PromptGroup) -> dict:
-    """Convert a group to a tree that stores the prompt by its index."""
-    return fields_of(g) | {"prompt": g.prompt.index, "episodes": [episode_tree(e) for e in g.episodes]}
-
-
-def group(tree: dict, prompts: dict[int, Prompt]) -> PromptGroup:
-    """Convert a tree from `group_tree` back to a group. prompts: the data set's prompts by index."""
-    prompt, position = prompts[tree["prompt"]], tree["position"]
-    if "parts" in tree:
-        parts = sorted((int(sample), part) for sample, part in tree["parts"].items())
-        episodes = [_from_part(prompt, position, sample, part) for sample, part in parts]
-    else:
-        episodes = [episode(e) for e in tree["episodes"]]
-    return PromptGroup(position, prompt, tree["born"], episodes)
-
-
-def experience_tree(done: Experience) -> dict:
-    """Convert a step's experience to a tree, without its carried groups (`RankState.tree` saves the sampler's)."""
-    return {
-        "episodes": [episode_tree(e) for e in done.episodes],
-        "drawn": done.drawn,
-        "bad_samples": done.bad_samples,
-        "stats": done.stats.dump(),
-    }
-
-
-def experience(tree: dict) -> Experience:
-    """Convert a tree from `experience_tree` back to the experience."""
-    old = [_from_trajectory(t) for t in tree.get("trajectories", ())]
-    episodes = old or [episode(e) for e in tree.get("episodes", ())]
-    done = Experience(episodes, tree["drawn"], [], tree["bad_samples"])
-    done.stats.load(tree["stats"])
-    return done
-
-
-def _from_part(prompt: Prompt, position: int, sample: int, part: dict) -> Episode:
-    n = len(part["tokens"])
-    made = segments_of(part["tokens"], torch.ones(n, dtype=torch.bool), part["logp"], part["versions"]) if n else []
-    segments = [prompt_segment(prompt.tokens), *made]
-    return Episode(prompt.index, sample, position, segments, part["finish"], experts=part["experts"])
-
-
-def _from_trajectory(t: dict) -> Episode:
-    names = ("prompt", "sample", "position", "finish", "reward", "parts", "timed_out", "baseline", "experts")
-    versions = t["version"] if t["versions"] is None else t["versions"]
-    columns = {"tokens": t["tokens"], "mask": t["mask"], "rollout_logp": t["rollout_logp"], "version": versions}
-    return episode_of(**columns, **{name: t[name] for name in names})

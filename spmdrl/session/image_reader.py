@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.data.image_files import decode_all, name_of
+from spmdrl.data.prompt_images import PromptImage
 from spmdrl.data.row_columns import RowError
+from spmdrl.data.segment import Shown
 from spmdrl.hub.build import sees_images
 from spmdrl.hub.expand import Expanded, expand
 from spmdrl.hub.folder import read_config
@@ -25,9 +27,10 @@ KEPT = 256 << 20
 class ImageReader:
     """Reads images for one model. Images with equal pixels are processed once."""
 
-    def __init__(self, folder: Path, vision: Vision):
-        """Store the arguments. folder: folder of the model."""
-        self.folder, self.vision = folder, vision
+    def __init__(self, folder: Path, vision: Vision, mark: str):
+        """Store the arguments. folder: folder of the model. mark: text of the placeholder token."""
+        self.folder, self.vision, self.mark = folder, vision, mark
+        self.last: tuple[Sequence[PromptImage], Shown] = (), ()
         self.known: OrderedDict[str, Payload] = OrderedDict()
         self.bytes = 0
 
@@ -56,6 +59,26 @@ class ImageReader:
             self.bytes -= self.known.popitem(last=False)[1].pixels.nbytes
         return out
 
+    def read_again(self, images: Sequence[PromptImage]) -> Shown:
+        """Return the payloads of a prompt's images, with the indices of their first placeholders.
+
+        The samples of a prompt are opened one after another, so the last result is kept.
+
+        Raises ValueError if an image cannot be read any more, or has changed since the prompts were loaded.
+        """
+        if not images:
+            return ()
+        if self.last[0] is images:
+            return self.last[1]
+        found = [payload for each in images for payload in self.read([each.source], each.folder)]
+        for each, payload in zip(images, found, strict=True):
+            if each.name != payload.name:
+                raise ValueError(
+                    f"the image {each.source!r:.200} has changed since the prompts were loaded: start again"
+                )
+        self.last = images, tuple((each.at, payload) for each, payload in zip(images, found, strict=True))
+        return self.last[1]
+
     def expand(self, ids: Any, images: Sequence[Payload]) -> Expanded:
         """Return the result of `hub.expand.expand`. Raises RowError instead of ValueError."""
         try:
@@ -65,11 +88,15 @@ class ImageReader:
 
 
 def image_reader(folder: Path, tokenizer: Any, trust_remote_code: bool) -> ImageReader | None:
-    """Return the reader for the model in a folder, or None if the model, or spmdrl with its family, reads text only."""
+    """Return the reader for the model in a folder, or None if the model, or spmdrl with its family, reads text only.
+
+    tokenizer: None to compare models only; nothing can then be expanded.
+    """
     config = read_config(folder, trust_remote_code)
     if not sees_images(config):
         return None
-    return ImageReader(folder, read_vision(config, tokenizer))
+    vision = read_vision(config, tokenizer)
+    return ImageReader(folder, vision, str(tokenizer.convert_ids_to_tokens(vision.image)) if tokenizer else "")
 
 
 def check_same_images(path: str, folder: Path, trust_remote_code: bool, flag: str) -> None:

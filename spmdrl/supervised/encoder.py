@@ -11,8 +11,9 @@ from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.dialogues import Columns, Example, as_dialogue, example_of
 from spmdrl.data.placeholders import COLUMN, marks_of
+from spmdrl.data.prompt_images import check_marks
 from spmdrl.data.rendering import Renderer
-from spmdrl.data.row_columns import RowError, strings
+from spmdrl.data.row_columns import RowError
 from spmdrl.data.shown import LOOKED, UNSHOWN, check_read, unshown
 from spmdrl.data.tokens import Masked, masked
 from spmdrl.data.turns import trained_sequences
@@ -175,10 +176,9 @@ class Encoder:
         if self.images is None:
             return []
         assert example.dialogue
-        mark, places = str(self.tokenizer.convert_ids_to_tokens(self.images.vision.image)), list[int]()
+        check_marks(example.dialogue.messages, self.images.mark)
+        places = list[int]()
         for i, message in enumerate(example.dialogue.messages):
-            if any(mark in text for text in strings(message)):
-                raise RowError(f"message {i + 1} has the text {mark}, which stands for an image: remove it")
             parts = message["content"] if isinstance(message["content"], list) else []
             places += [i for part in parts if part.get("type") == "image"]
         return list(zip(places, self.images.read(example.images, folder), strict=True))

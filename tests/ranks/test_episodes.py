@@ -17,7 +17,7 @@ from spmdrl.data.episode import STATES, Episode, Segment, prompt_segment, segmen
 from spmdrl.data.pack import from_episodes, to_episodes
 from spmdrl.data.prompts import Prompt
 from spmdrl.rl.environment import Environment, Observation
-from spmdrl.rl.state import experience, group
+from spmdrl.rl.trees import Images, experience, group
 from spmdrl.train import train
 from tests.ranks.cases import full_weights
 from tests.ranks.demo import Interrupted, metrics, open_demo, untimed
@@ -193,7 +193,7 @@ def test_resume_reads_groups_and_steps_that_were_held_as_columns():
     part = {"tokens": torch.tensor([7, 8, 9]), "logp": logp, "versions": versions, "experts": None, "finish": ""}
     none = {"tokens": torch.zeros(0).long(), "logp": torch.zeros(0), "versions": torch.zeros(0).long()}
     tree = {"position": 11, "prompt": 4, "born": 2, "parts": {"1": none | {"experts": None, "finish": ""}, "0": part}}
-    g = group(tree, {4: prompt})
+    g = group(tree, {4: prompt}, Images())
     assert (g.position, g.born, [e.sample for e in g.episodes], g.done) == (11, 2, [0, 1], False)
     assert g.episodes[0].tokens.tolist() == [1, 2, 7, 8, 9] and g.episodes[0].versions.tolist() == [0, 0, 3, 3, 5]
     assert g.episodes[0].rollout_logp.tolist() == [0, 0, -0.5, -0.25, -2.0]
@@ -202,7 +202,7 @@ def test_resume_reads_groups_and_steps_that_were_held_as_columns():
     columns = {"tokens": torch.arange(3), "mask": mask, "rollout_logp": mask * -1.0, "versions": mask * 6}
     row = {"prompt": 1, "sample": 0, "position": 2, "version": 6, "finish": "length", "turns": 1, "reward": 0.5}
     row |= {"parts": {"a": 1.0}, "timed_out": False, "baseline": 0.25, "experts": None, "extras": {}} | columns
-    done = experience({"trajectories": [row], "drawn": 3, "bad_samples": 1, "stats": []})
+    done = experience({"trajectories": [row], "drawn": 3, "bad_samples": 1, "stats": []}, Images())
     (e,) = done.episodes
     assert (e.version, e.finish, e.reward, e.parts, e.baseline) == (6, "length", 0.5, {"a": 1.0}, 0.25)
     assert e.segments[0].tokens.tolist() == [0] and isinstance(e.segments[1], Segment) and done.drawn == 3

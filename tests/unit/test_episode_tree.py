@@ -18,8 +18,8 @@ from spmdrl.data.step_batch import ReplayBuffer, copies
 from spmdrl.rl.compose import compose
 from spmdrl.rl.describe import describe, sample_row
 from spmdrl.rl.score import shape
-from spmdrl.rl.state import episode as episode_from
-from spmdrl.rl.state import episode_tree
+from spmdrl.rl.trees import Images, episode_tree
+from spmdrl.rl.trees import episode as episode_from
 from spmdrl.spmd.exchange import lexsort
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
@@ -197,19 +197,19 @@ def test_a_batch_has_a_sequence_for_each_path():
 
 def test_files_hold_trees_and_older_ones_are_read(tmp_path):
     e = forked()
-    treefile.write(tmp_path / "tree", episode_tree(e))
-    back = episode_from(treefile.read(tmp_path / "tree"))
+    treefile.write(tmp_path / "tree", episode_tree(e, Images()))
+    back = episode_from(treefile.read(tmp_path / "tree"), Images())
     assert back.paths() == e.paths() and parents(back) == parents(e) and back.turn_rewards == e.turn_rewards
     for name in ("turn", "state", "parent", "turn_reward", "mask", "rollout_logp", "tokens"):
         one, other = (from_episodes([x], turns=True, turn_rewards=True).token[name] for x in (e, back))
         assert torch.equal(one, other), name
     plain = begun()
     plain.add_sampled([10], [-1.0], 2)
-    tree = episode_tree(plain)
+    tree = episode_tree(plain, Images())
     known = ("tokens", "logp", "version", "turn", "state")
     old = tree | {"segments": [{name: s[name] for name in known} for s in tree["segments"]]}
     treefile.write(tmp_path / "old", old)
-    assert episode_from(treefile.read(tmp_path / "old")).paths() == [[0, 1]]
+    assert episode_from(treefile.read(tmp_path / "old"), Images()).paths() == [[0, 1]]
 
 
 def test_experts_are_kept_for_every_token_once():

@@ -288,7 +288,7 @@ def test_rows_with_images_are_refused(tok, tmp_path):
     prompts = load(write_jsonl(tmp_path / "x.jsonl", rows), tok)
     assert len(prompts.prompts) == 30
     assert any("the first is" in line and "x.jsonl:31: it has images" in line for line in prompts.left)
-    with pytest.raises(ValueError, match="x.jsonl:1: it has images or videos, and prompts are text only"):
+    with pytest.raises(ValueError, match="x.jsonl:1: it has images or videos, and the model reads text only"):
         load(write_jsonl(tmp_path / "x.jsonl", rows[-1:]), tok)
 
 

@@ -25,7 +25,8 @@ from tests.unit import vision_models as tiny
 def encoder(family: str, folder: Path, max_tokens: int = 2048) -> Encoder:
     tokenizer = tiny.chat_tokenizer(family)
     (folder / "preprocessor_config.json").write_text(json.dumps(tiny.processor_settings(family)))
-    reader = ImageReader(folder, read_vision(tiny.config(family), tokenizer))
+    vision = read_vision(tiny.config(family), tokenizer)
+    reader = ImageReader(folder, vision, tokenizer.convert_ids_to_tokens(vision.image))
     return Encoder(SFTConfig().data, tokenizer, max_tokens, "assistant", reader)
 
 
