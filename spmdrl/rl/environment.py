@@ -33,8 +33,6 @@ class Observation:
 
     tokens: list[int] = field(default_factory=list)
     """Tokens to append to the episode before the policy continues. At the start of an episode, the prompt."""
-    images: Shown = ()
-    """Images that the tokens show. Their placeholders are expanded."""
     state: int | None = None
     """Number of the environment's state after this answer, less than `data.episode.STATES`. The prompt has state 0.
     None if the environment does not name states; the state is then all tokens so far."""
@@ -50,6 +48,8 @@ class Observation:
     """At the end of an episode, the parts of the final reward by name."""
     failure: str = ""
     """Reason why the environment failed, for the log; empty if it did not fail. Failed episodes are dropped."""
+    images: Shown = ()
+    """Images that the tokens show. Their placeholders are expanded."""
 
 
 class Environment:
@@ -84,7 +84,7 @@ class Environment:
         """Start an episode. An episode that started in an earlier step resumes without an observation."""
         if not episode.segments:
             shown = self.images.read_again(group.prompt.images) if self.images else ()
-            self.ready.append((place_of(episode), Observation(list(group.prompt.tokens), shown)))
+            self.ready.append((place_of(episode), Observation(list(group.prompt.tokens), images=shown)))
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
         """Process the episode's last response. finish: the engine's finish reason, `stop` or `length`."""
