@@ -314,8 +314,9 @@ def episode_of(
     rollout_logp: torch.Tensor,
     version: torch.Tensor | int = 0,
     finish: str = "stop",
+    images: Shown = (),
     **more: Any,
 ) -> Episode:
-    """Create an episode from columns, each [L] (`segments_of`). more: other fields of the episode."""
+    """Create an episode from columns, each [L], and images (`segments_of`). more: other fields of the episode."""
     assert len(tokens) == len(mask) == len(rollout_logp), "an episode's columns share one length"
-    return Episode(prompt, sample, position, segments_of(tokens, mask, rollout_logp, version), finish, **more)
+    return Episode(prompt, sample, position, segments_of(tokens, mask, rollout_logp, version, images), finish, **more)

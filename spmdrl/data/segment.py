@@ -79,6 +79,15 @@ class Segment:
             out[at] = -1 - int(image.name[:15], 16)
         return out
 
+    def readable(self) -> list[int]:
+        """Return the tokens for display, in which adjacent placeholders of an image are one token."""
+        tokens = self.tokens
+        if self.images:
+            placeholder = tokens[self.images[0][0]]
+            again = (tokens[1:] == placeholder) & (tokens[:-1] == placeholder)
+            tokens = tokens[torch.cat([torch.ones(1, dtype=torch.bool), ~again])]
+        return tokens.tolist()
+
     def cut(self, at: int) -> tuple["Segment", "Segment"]:
         """Split the segment after its first `at` tokens. The later part keeps the reward."""
         logp = (None, None) if self.logp is None else (self.logp[:at], self.logp[at:])

@@ -21,6 +21,7 @@ from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.plan.gpus import GPUS, Gpu
 from spmdrl.plan.run import GIB, plan
 from spmdrl.rewards.load import check_truths
+from spmdrl.session.image_reader import image_reader
 from spmdrl.session.job import Job, ranks_of_job, show
 from spmdrl.tracking.console import clean
 from spmdrl_sandbox.base import SandboxError
@@ -138,7 +139,8 @@ def data_lines(cfg: Config, train: bool = True) -> tuple[list[str], list[str]]:
         try:
             model, trust = resolve(str(folder), cfg.model.trust_remote_code), cfg.model.trust_remote_code
             tokenizer, limit = load_tokenizer(model, trust), prompt_limit(cfg, model)
-            prompts = load_prompts(spec, cfg.data, tokenizer, limit, min(cfg.data.limit or ROWS, ROWS), bool(cfg.env))
+            rows, images = min(cfg.data.limit or ROWS, ROWS), image_reader(model, tokenizer, trust)
+            prompts = load_prompts(spec, cfg.data, tokenizer, limit, rows, bool(cfg.env), images=images)
             check_truths(prompts, cfg.reward)
             out += _source_lines(prompts, limit)
         except (ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
 run.py           one run and its learning method, policy gradients
 build.py         builds a run: prompts, models, checkpoints, engine
+image_checks.py  refuses settings that read text only, if prompts have images
 sampler.py       samples each step's experience, possibly in advance
 rollout_plan.py  rollout plans, and the experience that rollouts return
 rollout.py       one rollout: takes prompts, samples responses, appends observations, collects rewards

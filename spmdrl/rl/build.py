@@ -28,6 +28,7 @@ from spmdrl.rl.compose import compose
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment, OnFirstRank
 from spmdrl.rl.evaluation import Evaluation
+from spmdrl.rl.image_checks import check_image_prompts
 from spmdrl.rl.reading import at_last, reading_of
 from spmdrl.rl.run import PolicyGradient, Run
 from spmdrl.rl.sampler import Sampler
@@ -78,7 +79,6 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
     # Every rank computes this width, because batches must have the same columns even on ranks without samples.
     experts_width = experts_of(read.folder, cfg.model.trust_remote_code).width if cfg.rollout.routing_replay else 0
-    placeholder = read.images.vision.image if read.images else None
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     environment = None
     if cfg.env and world.samples:
@@ -99,7 +99,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
         sampler.step, sampler.draws = first, state.draws
     replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
     memory = Memory(cfg, models, engine, session.timer, world)
-    memory.check = EngineCheck(cfg, world, models.policy, engine, experts_width)
+    memory.check = EngineCheck(cfg, world, models.policy, engine, experts_width, read.images)
     if judges:
         judges.engine, judges.memory = engine, memory
     run = Run(
@@ -117,7 +117,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
         tokenizer=read.tokenizer,
         prompts=read.prompts,
         experts_width=experts_width,
-        placeholder=placeholder,
+        images=read.images,
     )
     run.method = method(run)
     spikes.replays = run.method.replays
@@ -146,6 +146,8 @@ def read_sources(session: Session[Config]) -> Sources:
     if cfg.is_evaluated:
         given = cfg.data.eval, limit, cfg.eval.prompts, "--eval.prompts"
         eval_prompts = same_prompts(session, tokenizer, *given, images)
+    for each in filter(None, (prompts, eval_prompts)):
+        check_image_prompts(cfg, each, folder)
     check_cost(cfg.reward, cfg.safety.cost)
     return Sources(folder, tokenizer, images, limit, stop, prompts, eval_prompts)
 

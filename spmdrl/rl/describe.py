@@ -46,8 +46,8 @@ def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = 
     begin, rest = episode.segments[: episode.opening], episode.segments[episode.opening :]
     row = {
         "step": step,
-        "prompt": decode([t for s in begin for t in s.tokens.tolist()]),
-        "completion": decode([t for s in rest for t in s.tokens.tolist()], skip_special_tokens=True),
+        "prompt": decode([t for s in begin for t in s.readable()]),
+        "completion": decode([t for s in rest for t in s.readable()], skip_special_tokens=True),
         "reward": episode.reward if math.isfinite(episode.reward) else None,
         "finish": episode.finish,
         "index": episode.prompt,
@@ -56,7 +56,7 @@ def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = 
     if len(episode.segments) > SINGLE or reader:
         calls = reader.of(episode) if reader else {}
         row["segments"] = [
-            {"turn": s.turn, "text": decode(s.tokens.tolist())}
+            {"turn": s.turn, "text": decode(s.readable())}
             | ({"version": s.version} if s.sampled else {})
             | ({"calls": calls[i]} if i in calls else {})
             | ({"reward": s.reward} if s.reward else {})

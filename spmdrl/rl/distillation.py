@@ -89,7 +89,8 @@ class Distillation(PolicyGradient):
             whole = torch.tensor(prompt.tokens + tokens, dtype=torch.int64)
             mask = torch.arange(len(whole)) >= len(prompt.tokens)
             columns = whole, mask, torch.zeros(len(whole)), run.memory.version
-            out.append(episode_of(prompt.index, 0, first + place, *columns, reward=float("nan")))
+            images = run.images.read_again(prompt.images) if run.images else ()
+            out.append(episode_of(prompt.index, 0, first + place, *columns, images=images, reward=float("nan")))
         return out
 
     @cached_property

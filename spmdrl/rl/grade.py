@@ -80,7 +80,7 @@ class Grading:
         before = [s for s in (episode.segments[i] for i in rest) if not (s.sampled and s.turn == last)]
         pieces = [(False, [episode.segments[i] for i in prompt])]
         pieces += [(sampled, list(segments)) for sampled, segments in groupby(before, lambda s: s.sampled)]
-        texts = (torch.cat([s.tokens for s in each]).tolist() for _, each in pieces)
+        texts = ([token for s in each for token in s.readable()] for _, each in pieces)
         decoded = [self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in texts]
         return [(sampled, text) for (sampled, _), text in zip(pieces, decoded, strict=True)]
 

@@ -31,6 +31,7 @@ from spmdrl.rl.state import RunState
 from spmdrl.rl.tool_calls import CallReader, call_reader
 from spmdrl.rl.update import adapt_coefficients, update
 from spmdrl.session.device_table import Memory
+from spmdrl.session.image_reader import ImageReader
 from spmdrl.session.journal import merge_roles
 from spmdrl.session.run import JobRun
 from spmdrl.spmd.exchange import all_reduce
@@ -54,8 +55,8 @@ class Run(JobRun[Config]):
     prompts: PromptSet
     experts_width: int
     """Number of columns of `token["experts"]` in a batch, or 0 without routing replay."""
-    placeholder: int | None
-    """Id of the placeholder tokens of images, or None if the model reads text only."""
+    images: ImageReader | None
+    """Reads the images of prompts; None if the model reads text only."""
     method: "PolicyGradient" = field(init=False)
     """Learning method, created after the run."""
     timeouts_seen: int = 0
@@ -65,6 +66,11 @@ class Run(JobRun[Config]):
     def peers(self) -> Peers:
         """The run's data positions. Metrics and losses are summed over them."""
         return self.world.data_peers
+
+    @property
+    def placeholder(self) -> int | None:
+        """Id of the placeholder tokens of images, or None if the model reads text only."""
+        return self.images.vision.image if self.images else None
 
     @cached_property
     def reader(self) -> CallReader | None:

@@ -5,6 +5,8 @@ reveals state that leaks between rows, and wrong attention windows. All ranks of
 """
 
 import logging
+import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,13 +14,16 @@ import torch
 from spmdrl.config.engines import engine_name
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
+from spmdrl.data.placeholders import with_images
 from spmdrl.engines.engine import Completion, Engine, Request, longest_sequence
 from spmdrl.health.status import tick
 from spmdrl.hub.rotary import limits
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.probe import ordinary_tokens
+from spmdrl.session.image_reader import ImageReader
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.generators import unchanged_generators
+from spmdrl.spmd.payload import Payload
 from spmdrl.spmd.seeds import generator_for, seed_for
 from spmdrl.spmd.world import World
 
@@ -26,6 +31,8 @@ log = logging.getLogger("spmdrl")
 
 ROWS = ((5, 8), (9, 4), (9, 7), (14, 8))
 """(number of prompt tokens, number of response tokens) for each row of the batch."""
+PIXELS = (32, 48, 3)
+"""Height, width and colors of the image that the last row shows, if the model reads images."""
 BEGUN = 2
 """Number of rows that the engine starts with; the others join the batch one step later."""
 CHECKED = 0xE6C  # seed constant that keeps the check's random draws distinct from all others
@@ -67,9 +74,22 @@ def check_frequencies(cfg: Config, hf_config: Any) -> None:
 class EngineCheck:
     """Checks an engine, which samples in the rollout phase. The trainer compares log p in the training phase."""
 
-    def __init__(self, cfg: Config, world: World, policy: Any, engine: Engine | None, experts_width: int):
-        """Create the check. experts_width: number of columns of `token["experts"]`, or 0 without routing replay."""
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        policy: Any,
+        engine: Engine | None,
+        experts_width: int,
+        images: ImageReader | None = None,
+    ):
+        """Create the check.
+
+        experts_width: number of columns of `token["experts"]`, or 0 without routing replay. images: reads images; None
+        if the model reads text only. Otherwise the last row shows an image.
+        """
         self.cfg, self.world, self.policy, self.engine, self.width = cfg, world, policy, engine, experts_width
+        self.images = images
         self.due, self.sampled = True, torch.empty(0)
         """`due` is True until the comparison is done; `sampled` holds the samples of rank 0's engine, packed by
         `_packed`."""
@@ -113,6 +133,7 @@ class EngineCheck:
             return
         policy, self.due = self.policy, False
         batch, theirs = _unpacked(self.sampled, self.width)
+        batch = self._seen(batch)
         mine = policy.logprobs(batch, 1.0)[0][batch.token["mask"]].double()
         off = (theirs - mine).abs()
         # All ranks decide based on rank 0's numbers.
@@ -141,12 +162,34 @@ class EngineCheck:
         new = max(1, min(new, longest // 3))
         rng, ordinary = generator_for(CHECKED, row), ordinary_tokens(self.policy.hf_config)
         prompt = [ordinary[rng.randrange(len(ordinary))] for _ in range(min(length, longest - new))]
-        return Request((row, 0, 0), prompt, seed_for(CHECKED, row, 0), version, new)
+        images: tuple[Payload, ...] = ()
+        if self.shown and row == len(ROWS) - 1:
+            assert self.images
+            shown = self.images.expand([*prompt[:1], self.images.vision.image, *prompt[1:]], [self.shown]).ids.tolist()
+            if len(shown) + new <= longest:
+                prompt, images = shown, (self.shown,)
+        return Request((row, 0, 0), prompt, seed_for(CHECKED, row, 0), version, new, images=images)
+
+    @cached_property
+    def shown(self) -> Payload | None:
+        """The image that the last row shows, of random pixels that are the same on every rank."""
+        if not self.images:
+            return None
+        rng = generator_for(CHECKED, len(ROWS))
+        pixels = torch.tensor(list(rng.randbytes(math.prod(PIXELS))), dtype=torch.uint8).view(PIXELS)
+        return self.images.read([pixels.numpy()], "")[0]
+
+    def _seen(self, batch: Batch) -> Batch:
+        """Return the batch of samples with the images that their requests showed."""
+        if not self.images or not self.shown:
+            return batch
+        placeholder, rows = self.images.vision.image, batch.token["tokens"].split(batch.lengths.tolist())
+        return with_images(batch, [(self.shown,) if placeholder in row else () for row in rows], placeholder)
 
 
 def _packed(requests: list[Request], done: list[Completion]) -> torch.Tensor:
     """Pack samples into float64 [rows, 2 + 2 * longest]: prompt and response lengths, tokens, per-token log p."""
-    size = max(length + new for length, new in ROWS)
+    size = max(len(request.prompt) + request.max_new_tokens for request in requests)
     out = torch.zeros(len(requests), 2 + 2 * size, dtype=torch.float64)
     for row, request, made in zip(out, requests, done, strict=True):
         begin, tokens = len(request.prompt), request.prompt + made.tokens

@@ -63,7 +63,7 @@ def _pieces(episode: "Episode") -> list[list[int]]:
 
 
 def _tokens(episode: "Episode", indices: list[int]) -> list[int]:
-    return [token for i in indices for token in episode.segments[i].tokens.tolist()]
+    return [token for i in indices for token in episode.segments[i].readable()]
 
 
 def _branch(episode: "Episode", before: int) -> str:
