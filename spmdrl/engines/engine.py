@@ -14,8 +14,10 @@ import torch
 from spmdrl.config.judge import judged_tokens
 from spmdrl.config.schema import Config
 from spmdrl.engines.needs import Needs
+from spmdrl.hub.build import sees_images
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
+from spmdrl.hub.vision import QWEN, TILED, Vision, read_vision
 from spmdrl.spmd.payload import Payload
 from spmdrl.weights.reshard import Entry
 from spmdrl.weights.safetensors import stored
@@ -81,7 +83,8 @@ class Engine(Protocol):
 
         Raises:
             StaleEngineError: the engine's weight version differs from the request's.
-            ValueError: prompt and response could exceed the engine's maximum sequence length.
+            ValueError: prompt and response could exceed the engine's maximum sequence length, or the model cannot read
+                the images of the prompt.
         """
         ...
 
@@ -178,14 +181,17 @@ def check_version(version: int, held: int | None) -> None:
         )
 
 
-def check_request(request: Request, version: int | None, longest: int, awake: bool = True) -> None:
+def check_request(
+    request: Request, version: int | None, longest: int, vision: Vision | None, awake: bool = True
+) -> None:
     """Check that an engine can sample a request.
 
-    version: weight version of the engine. longest: maximum sequence length of the engine.
+    version: weight version of the engine. longest: maximum sequence length of the engine. vision: `model_vision`.
 
     Raises:
         StaleEngineError: the engine holds different weights or none, or it is asleep.
         ValueError: prompt and response could exceed `longest`; the engine would silently truncate the response or fail.
+            Or the images of the request are not those that its prompt shows (`check_placeholders`).
     """
     check_version(request.version, version)
     prompt, new = len(request.prompt), request.max_new_tokens
@@ -195,8 +201,33 @@ def check_request(request: Request, version: int | None, longest: int, awake: bo
             f"sequence is {longest}: raise --rollout.max-prompt-tokens or lower --rollout.max-new-tokens (their sum is "
             "limited by the model's number of positions)"
         )
+    check_placeholders(f"request {request.key}", request.prompt, request.images, vision)
     if not awake:
         raise StaleEngineError("the engine sleeps, and its KV cache is freed: wake it before sampling")
+
+
+def check_placeholders(name: str, tokens: list[int], images: tuple[Payload, ...], vision: Vision | None) -> None:
+    """Check that a sequence has one placeholder token for each feature of its images.
+
+    name: name of the sequence in messages. vision: `model_vision`.
+
+    Raises:
+        ValueError: the model reads no images, or the number of placeholders is not that of the features.
+    """
+    if vision is None:
+        if images:
+            raise ValueError(
+                f"{name} has {len(images)} images, but the model of --model.path does not read images: take a model of "
+                f"type {', '.join([*QWEN, *TILED])}, or prompts without images"
+            )
+        return
+    found, wanted = tokens.count(vision.image), sum(image.tokens for image in images)
+    if found != wanted:
+        raise ValueError(
+            f"{name} has {found} placeholders of image features (token {vision.image}), but its {len(images)} images "
+            f"have {wanted} features: expand the tokens of a prompt once, with exactly its images (hub.expand.expand), "
+            "cut it before an image and never inside, and keep placeholders out of texts"
+        )
 
 
 def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> int:
@@ -221,6 +252,12 @@ def model_config(cfg: Config) -> Any:
     """Return the transformers config of the run's model."""
     trust = cfg.model.trust_remote_code
     return read_config(resolve(cfg.model.path, trust), trust)
+
+
+def model_vision(cfg: Config) -> Vision | None:
+    """Return the facts of the run's model, or None if spmdrl gives it no images. Engines call this once, at start."""
+    config = model_config(cfg)
+    return read_vision(config) if sees_images(config) else None
 
 
 def longest_sequence(cfg: Config) -> int:

@@ -15,4 +15,5 @@ routing.py    records and replays the expert choices of MoE routers
 vision.py     facts of the families that read images: ids, forms of positions, names of the parts
 images.py     turns images into tensors, once per image
 expand.py     expands the placeholders of images, and computes position ids
+encode.py     runs the vision tower once per image, and gives each placeholder its feature
 """

@@ -107,6 +107,14 @@ def read_vision(hf_config: Any, tokenizer: Any = None) -> Vision:
     raise ValueError(f"images for models of type {family} are not supported: use a model of one of {supported}")
 
 
+def part_of(name: str, vision: Vision) -> str:
+    """Return the part that a parameter belongs to: `vision`, `projector` or `language`. name: its HF name."""
+    # The projectors of some families are inside the tower.
+    if name.startswith(tuple(f"{module}." for module in vision.projector)):
+        return "projector"
+    return "vision" if name.startswith(f"{vision.tower}.") else "language"
+
+
 def _qwen(config: Any) -> Vision:
     tower = config.vision_config
     deepstack = bool(getattr(tower, "deepstack_visual_indexes", None))

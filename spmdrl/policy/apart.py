@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from spmdrl.hub.encode import encode, in_order
 from spmdrl.hub.vision import Vision
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.forward_plan import ForwardPlan, Noise, noise_of
-from spmdrl.policy.vision import encode, in_order
 
 
 def states_apart(

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from spmdrl.data.batch import Batch
 from spmdrl.data.tree import plan_tree
+from spmdrl.hub.encode import NOTHING, Seen
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.ulysses import TokenSlice
-from spmdrl.policy.vision import NOTHING, Seen, seen_in
+from spmdrl.policy.vision import seen_in
 from spmdrl.spmd.payload import Payload
 from spmdrl.spmd.seeds import uniform
 

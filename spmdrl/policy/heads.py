@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from spmdrl.data.batch import Batch
+from spmdrl.hub.encode import encode, vision_of
 from spmdrl.policy.apart import states_apart
 from spmdrl.policy.attention.packing import Packing, over
 from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
 from spmdrl.policy.forward_plan import ForwardPlan, HeadRows, Noise, noise_of, plan_forward
 from spmdrl.policy.mixers import layers, rotary
-from spmdrl.policy.vision import encode, positions_of, vision_of
+from spmdrl.policy.vision import positions_of
 from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.payload import Payload
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob

@@ -11,6 +11,7 @@ from spmdrl.config.schema import Config
 from spmdrl.engines.build import check_engine, check_tp
 from spmdrl.engines.engine import Request
 from spmdrl.engines.hf.engine import HFEngine
+from spmdrl.hub.vision import part_of
 from spmdrl.session.transfer import Transfer
 from tests.ranks.cases import build_policy, config, small_model
 from tests.ranks.harness import run_ranks
@@ -98,6 +99,37 @@ def test_layout_hf_engine_over_two_ranks_samples_the_same(kind, folder, tmp_path
             assert got[key][0] == tokens and got[key][1] == pytest.approx(logp, abs=1e-10), key
         assert own < 0.75 * whole and report.deep
         assert report.bytes == own and report.received < 1.1 * own
+
+
+def seen(world, folder, family, tp):
+    """Returns samples of prompts with images after a push, and the number of weights by part of the model."""
+    from tests.unit.test_hf_engine_images import requests_of
+    from tests.unit.vision_packs import facts
+
+    cfg = config(model={"path": folder, "dtype": "float64"}, rollout={"tp": tp})
+    policy, engine = build_policy(cfg, world), HFEngine(cfg, world, {2})
+    Transfer(world, policy, engine, torch.float64, 1 << 14).push(0)
+    sizes: dict[str, int] = {}
+    for name, p in engine.model.named_parameters():
+        part = part_of(name, facts(family)[0])
+        sizes[part] = sizes.get(part, 0) + p.numel()
+    return drain(engine, requests_of(family) + requests_of(family, [(2,)], first=20, temperature=0.0)), sizes
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_layout_hf_engine_over_two_ranks_samples_prompts_with_images(family, tmp_path):
+    """The language model is divided, and both ranks have the vision tower."""
+    from tests.unit.vision_packs import save
+
+    folder = save(family, tmp_path)
+    check_tp(config(model={"path": folder}, rollout={"tp": 2}), "hf")
+    ((want, whole),) = run_ranks(seen, 1, folder, family, 1)
+    for got, sizes in run_ranks(seen, 2, folder, family, 2, rollout_tp=2):
+        assert got.keys() == want.keys()
+        for key, (tokens, logp) in want.items():
+            assert got[key][0] == tokens and got[key][1] == pytest.approx(logp, abs=1e-10), key
+        assert sizes["vision"] == whole["vision"] and sizes["projector"] == whole["projector"]
+        assert sizes["language"] < 0.85 * whole["language"]
 
 
 @pytest.mark.parametrize(("kind", "worst"), [("int8", 0.15), ("fp8", 0.6)])

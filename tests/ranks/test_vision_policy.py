@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from spmdrl.config.schema import ParallelConfig
+from spmdrl.hub.vision import part_of
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.objectives.likelihood import SftObjective
-from spmdrl.policy.vision import part_of
 from spmdrl.spmd.mesh import world_from_group
 from tests.ranks.cases import build_policy, config, full_weights, gradients_of, relative, small_model
 from tests.ranks.harness import run_ranks

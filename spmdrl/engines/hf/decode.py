@@ -5,7 +5,11 @@ models cannot drop finished rows. `Decoder.check` therefore compares decoding wi
 weights are loaded. The check also rejects a model if later tokens change the probabilities of earlier tokens by more
 than rounding and near ties between experts can explain.
 
-A row is one sequence of the batch. Shapes: B rows, V vocabulary size.
+The first pass over a group gets the features of its images, each computed once however many rows show it. Families with
+positions along time, row and column get explicit positions in every pass of such a group, because the models of
+transformers would keep the distance between positions and tokens of only one group at a time.
+
+A row is one sequence of the batch. Shapes: B rows, t tokens of a row that a pass processes, V vocabulary size.
 """
 
 import logging
@@ -17,6 +21,10 @@ import torch.distributed as dist
 
 from spmdrl.engines.engine import Request
 from spmdrl.health.causes import of_the_machine
+from spmdrl.hub.encode import arguments, features_of, in_order
+from spmdrl.hub.expand import positions
+from spmdrl.hub.vision import Vision
+from spmdrl.spmd.copies import to_device
 
 log = logging.getLogger("spmdrl")
 
@@ -37,7 +45,8 @@ LENGTHS, MORE = (3, 12), 4
 class Group:
     """Rows of equal length that are decoded together."""
 
-    def __init__(self, requests: list[Request], device: torch.device):
+    def __init__(self, requests: list[Request], device: torch.device, vision: Vision | None = None):
+        """Create a group. vision: facts of a model that reads images, else None."""
         self.requests = requests
         self.live = list(range(len(requests)))
         """Indices of the unfinished requests. Row i of the cache belongs to request live[i]."""
@@ -52,6 +61,17 @@ class Group:
         self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
         """The expert ids that each request's tokens were routed to, as one int16 [tokens, W] tensor per step. The lists
         stay empty if routing is not recorded."""
+        self.seen = in_order([image for r in requests for image in r.images])
+        """The distinct images of all requests, and the feature of each of their placeholders."""
+        self.seen_by = self.seen.features_n.split([sum(image.tokens for image in r.images) for r in requests])
+        """The part of `seen.features_n` that belongs to each request."""
+        self.features: Any = None
+        """Features of the images (`features_of`), from the first pass until no later pass needs them."""
+        self.positions: torch.Tensor | None = None
+        """Positions of `inputs`, int64 [3, B, t], or None if they are as for text."""
+        if self.seen.images and vision is not None and vision.mrope:
+            rows = [positions(torch.tensor(r.prompt), r.images, vision) for r in requests]
+            self.positions = torch.stack(rows, 1).to(device)
 
     @property
     def began(self) -> bool:
@@ -62,36 +82,58 @@ class Group:
 class Decoder:
     """Runs a model on the rows of a group, one token per call."""
 
-    def __init__(self, model: Any, ranks: dist.ProcessGroup | None):
-        self.model, self.ranks = model, ranks
+    def __init__(self, model: Any, ranks: dist.ProcessGroup | None, vision: Vision | None = None):
+        self.model, self.ranks, self.vision = model, ranks, vision
         self.way: str | None = WAYS[0]
         """Cache method that drops finished rows, or None for no cache: each step then processes the full sequences."""
         self.checked = False
 
     def logits(self, group: Group) -> torch.Tensor:
         """Run the model on the group's inputs and return the next-token logits, [B, V]."""
-        out, group.cache = self._forward(group.inputs, group.cache)
+        out, group.cache = self._forward(group.inputs, group.cache, **self._sight(group))
         return out
+
+    def _sight(self, group: Group) -> dict[str, Any]:
+        """Return the arguments of the model's forward that hold positions, and features of the live rows' images."""
+        given = {} if group.positions is None else {"position_ids": group.positions}
+        if not group.seen.images or (self.way and group.began):
+            return given
+        assert self.vision is not None, "`check_placeholders` refuses images"
+        if group.features is None:
+            group.features = features_of(self.model, self.vision, group.seen.images, group.inputs.device)
+        features_n = torch.cat([group.seen_by[row] for row in group.live])
+        if len(features_n):
+            given |= arguments(group.features, to_device(features_n, group.inputs.device), self.vision)
+        return given
 
     def extend(self, group: Group, tokens_B: torch.Tensor) -> None:
         """Set the next input token of each live row. Without a cache, the token is appended to the row."""
         column = tokens_B[:, None]
         group.inputs = column if self.way else torch.cat([group.inputs, column], 1)
+        if self.way:
+            group.features = None
+        if group.positions is not None:
+            # The tokens behind an image continue after its largest position along any axis.
+            following_B = group.positions.amax((0, 2)) + 1
+            following = following_B[None, :, None].expand(3, -1, 1)
+            group.positions = following if self.way else torch.cat([group.positions, following], 2)
 
     def keep(self, group: Group, rows: list[int]) -> None:
         """Keep only the given live rows. Call this after `extend`."""
         index = torch.tensor(rows, dtype=torch.int64, device=group.inputs.device)
         group.live = [group.live[i] for i in rows]
         group.inputs = group.inputs[index]
+        group.positions = None if group.positions is None else group.positions[:, index]
         group.seeds, group.temperature, group.top_p = group.seeds[index], group.temperature[index], group.top_p[index]
         if rows and self.way and group.cache is not None:
             getattr(group.cache, self.way)(index)
 
-    def _forward(self, inputs: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    def _forward(self, inputs: torch.Tensor, cache: Any, **sight: Any) -> tuple[torch.Tensor, Any]:
+        given = {"input_ids": inputs, "logits_to_keep": 1} | sight
         if not self.way:
-            return self.model(input_ids=inputs, use_cache=False, logits_to_keep=1).logits[:, -1], None
+            return self.model(**given, use_cache=False).logits[:, -1], None
         # The model creates the type of cache that it needs.
-        out = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = self.model(**given, past_key_values=cache, use_cache=True)
         return out.logits[:, -1], out.past_key_values
 
     @torch.inference_mode()

@@ -6,6 +6,8 @@ sample therefore does not depend on the other rows of its batch.
 
 The engine starts without weights and reads none from the model folder. The trainer sends all weights before the first
 sample.
+
+A vision model never samples the placeholders of images: their logits are -inf, and log p is of the remaining tokens.
 """
 
 from collections.abc import Iterable
@@ -22,9 +24,11 @@ from spmdrl.engines.engine import (
     Owner,
     Request,
     ScoreRequest,
+    check_placeholders,
     check_request,
     check_version,
     longest_sequence,
+    model_vision,
 )
 from spmdrl.engines.hf.decode import Decoder, Group, cached_tensors
 from spmdrl.engines.hf.start import start
@@ -55,7 +59,10 @@ class HFEngine:
         self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
         self.dtype = DTYPES[cfg.model.dtype]
         self.model, self.group, self.boxes, self.quantized = start(cfg, world)
-        self.decoder = Decoder(self.model, self.group)
+        self.vision = model_vision(cfg)
+        self.never = torch.tensor(self.vision.never if self.vision else (), dtype=torch.int64, device=world.device)
+        """Tokens that are never sampled: the placeholders of images."""
+        self.decoder = Decoder(self.model, self.group, self.vision)
         self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
         self.parked: Parked | None = None
         # The softmax is computed in float32 or float64, as in the trainer's head.
@@ -78,7 +85,7 @@ class HFEngine:
 
     def submit(self, request: Request) -> None:
         """Implements `Engine.submit`."""
-        check_request(request, self.version, self.longest)
+        check_request(request, self.version, self.longest, self.vision)
         self.waiting.append(request)
 
     @torch.inference_mode()
@@ -101,7 +108,7 @@ class HFEngine:
         alike = [r for r in self.waiting if len(r.prompt) == length][:together]
         taken = {r.key for r in alike}
         self.waiting = [r for r in self.waiting if r.key not in taken]
-        self.groups.append(Group(alike, self.world.device))
+        self.groups.append(Group(alike, self.world.device, self.vision))
 
     def _step(self, group: Group) -> list[Completion]:
         logits = self.decoder.logits(group)
@@ -111,7 +118,7 @@ class HFEngine:
                 # Without a cache, a later step processes the earlier tokens again, so only the last token is recorded.
                 group.experts[row].append(experts[-1:] if group.began else experts)
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
-        tokens, logp = sample(logits.to(self.upcast), group, position)
+        tokens, logp = sample(self._allowed(logits.to(self.upcast)), group, position)
         if self.group is not None:
             # All ranks use the first rank's draw, because logits may be rounded differently on each rank.
             both = torch.stack([tokens.double(), logp.double()])
@@ -132,6 +139,10 @@ class HFEngine:
         if len(keep) < len(group.live):
             self.decoder.keep(group, keep)
         return done
+
+    def _allowed(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """Return the logits with -inf at tokens that are never sampled."""
+        return logits_CV.index_fill(1, self.never, -torch.inf) if len(self.never) else logits_CV
 
     def _completion(self, group: Group, row: int, finish: Finish) -> Completion:
         experts = torch.cat(group.experts[row]) if group.experts[row] else None
@@ -160,16 +171,17 @@ class HFEngine:
 
     @torch.inference_mode()
     def likeliest(self, requests: list[ScoreRequest], k: int, temperature: float, version: int) -> list[Likeliest]:
-        """Implements `ReadingEngine.likeliest`. Sequences are processed one by one."""
+        """Implements `ReadingEngine.likeliest`. Sequences are processed one by one, and have no images."""
         check_version(version, self.version)
         out = []
         for each in requests:
             tick()
+            check_placeholders("a sequence to score", each.tokens, (), self.vision)
             inputs = torch.tensor([each.tokens[:-1]], device=self.world.device)
             logits_nV = self.model(input_ids=inputs, use_cache=False, logits_to_keep=each.count).logits[0]
             parts = []
             for logits_CV in logits_nV.split(READ_ROWS):
-                logp_CV, _ = log_probabilities(logits_CV, temperature, None, self.upcast)
+                logp_CV, _ = log_probabilities(self._allowed(logits_CV), temperature, None, self.upcast)
                 logp_Ck, ids_Ck = logp_CV.topk(k, 1)
                 parts.append((ids_Ck.cpu(), logp_Ck.cpu(), outside(logp_CV, ids_Ck)[1].cpu()))
             ids_nk, logp_nk, rest_n = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -243,7 +255,9 @@ class HFEngine:
     def bytes_by_owner(self) -> dict[str, int]:
         """Implements `Engine.bytes_by_owner`."""
         device = self.world.device.type
-        cached = [x for group in self.groups if group.cache is not None for x in cached_tensors(group.cache)]
+        # Without a cache, the features of images stand in its place.
+        held = [x for group in self.groups for x in (group.cache, group.features) if x is not None]
+        cached = [x for each in held for x in cached_tensors(each)]
         return {
             "engine weights": storage_bytes(self.model.parameters(), device),
             "KV cache": storage_bytes(cached, device),
@@ -274,7 +288,9 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
     cumulative = running_sum(logp_BV.double().exp())
     u = uniform(group.seeds, position_B)[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, u, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
-    tokens = torch.where(greedy, logits_BV.argmax(-1), drawn)
+    # Parallel sums on a GPU can round up at a token of probability 0, so such a token could be drawn.
+    impossible = logp_BV.gather(1, drawn[:, None])[:, 0] == -torch.inf
+    tokens = torch.where(greedy | impossible, logits_BV.argmax(-1), drawn)
     return tokens, logp_BV.gather(1, tokens[:, None])[:, 0].to(logits_BV.dtype)
 
 

@@ -8,6 +8,8 @@ replicated on every rank.
 8-bit linear layers have one scale per output channel and round weights to nearest. Only weights are quantized, to int8
 (https://arxiv.org/abs/2208.07339, without its outlier handling) or E4M3 (https://arxiv.org/abs/2209.05433). Quantized
 engine weights differ from the trainer's, so train with a rollout correction (`--correction.kind`).
+
+The vision tower of a model that reads images is neither sharded nor quantized.
 """
 
 import re
@@ -19,10 +21,11 @@ from torch import nn
 
 from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
-from spmdrl.hub.build import DTYPES, empty_model, give_memory
+from spmdrl.hub.build import DTYPES, empty_model, give_memory, sees_images
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.lora import attach
 from spmdrl.hub.resolve import resolve
+from spmdrl.hub.vision import read_vision
 from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Box
 from spmdrl_kernels.host import use_host_linear
@@ -61,6 +64,14 @@ def start(
     return model, group, boxes, quantized
 
 
+def language_of(model: Any) -> tuple[str, Any]:
+    """Return the language model in an HF model, without its head, and the prefix of its parameters' names."""
+    if sees_images(model.config):
+        vision = read_vision(model.config)
+        return f"{vision.language}.", model.get_submodule(vision.language)
+    return f"{model.base_model_prefix}.", model.base_model
+
+
 def plan_of(config: Any, ranks: int) -> dict[str, str]:
     """Return the sharding plan: the name of each linear layer to shard -> `colwise` or `rowwise`.
 
@@ -93,8 +104,8 @@ def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
     """
     ranks, boxes = dist.get_world_size(group), {}
     plan = plan_of(model.config, ranks)
-    prefix = f"{model.base_model_prefix}."
-    for name, module in model.base_model.named_modules():
+    prefix, language = language_of(model)
+    for name, module in language.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))
         if style is None:
             continue
@@ -162,9 +173,9 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(model: Any, kind: str) -> dict[str, QuantizedLinear]:
-    """Quantize the linear layers of an HF model, except its head, and return them keyed by weight name."""
-    out, prefix = {}, f"{model.base_model_prefix}."
-    for name, module in list(model.base_model.named_modules()):
+    """Quantize the linear layers of an HF language model, except its head, and return them keyed by weight name."""
+    out, (prefix, language) = {}, language_of(model)
+    for name, module in list(language.named_modules()):
         for child, linear in list(module.named_children()):
             if type(linear) is nn.Linear:
                 quantized = QuantizedLinear(linear, kind)

@@ -24,6 +24,7 @@ from spmdrl.engines.engine import (
     Request,
     check_request,
     longest_sequence,
+    model_vision,
     name_of,
     tensor_kinds,
 )
@@ -61,6 +62,7 @@ class SGLangEngine:
         self.on_cpu = world.device.type == "cpu"
         self.keeps_weights = sleep_level(cfg, self.on_cpu) == 1
         self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
+        self.vision = model_vision(cfg)
         self.version: int | None = None
         self.empty, self.kinds = starts_empty(cfg), tensor_kinds(cfg)
         self.asleep: set[str] = set()
@@ -123,7 +125,9 @@ class SGLangEngine:
 
     def submit(self, request: Request) -> None:
         """Implements `Engine.submit`."""
-        check_request(request, self.version, self.longest, not self.asleep)
+        check_request(request, self.version, self.longest, self.vision, not self.asleep)
+        if request.images:
+            raise ValueError("--rollout.engine sglang samples prompts without images: take --rollout.engine hf or vllm")
         # SGLang aborts all requests whose names start with the given string, so no name may be a prefix of another.
         name = name_of(request.key)
         assert name not in self.running, f"request {request.key} is running already"

@@ -25,6 +25,7 @@ from spmdrl.engines.engine import (
     check_request,
     check_version,
     longest_sequence,
+    model_vision,
     name_of,
     tensor_kinds,
 )
@@ -67,6 +68,7 @@ class VLLMEngine:
                 )
             self.experts = experts_of(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
         self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
+        self.vision = model_vision(cfg)
         self.stop_tokens = sorted(stop_tokens)
         self.version: int | None = None
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
@@ -94,7 +96,7 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        check_request(request, self.version, self.longest, self.kv_awake)
+        check_request(request, self.version, self.longest, self.vision, self.kv_awake)
         name = name_of(request.key)
         assert name not in self.partial, f"request {request.key} is running already"
         self.partial[name] = (request, [], [])

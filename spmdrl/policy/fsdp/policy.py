@@ -21,6 +21,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.placeholders import COLUMN
 from spmdrl.health.status import tick
 from spmdrl.hub.build import empty_model
+from spmdrl.hub.encode import vision_of
 from spmdrl.hub.lora import attach, is_adapter, plain_name, without_adapters
 from spmdrl.hub.routing import Routers
 from spmdrl.policy.attention import packed
@@ -36,7 +37,7 @@ from spmdrl.policy.grad_guard import scaled
 from spmdrl.policy.heads import Form, stand_in
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.optimizer import make_optimizer
-from spmdrl.policy.vision import Passes, frozen_names, passes, vision_of
+from spmdrl.policy.vision import Passes, frozen_names, passes
 from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.tracking.metrics import Metrics
