@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from spmdrl.engines.build import tp_problem
 from spmdrl.engines.hf.start import plan_of
+from spmdrl.hub.build import sees_images
+from spmdrl.hub.vision import read_vision
 from spmdrl.weights.boxes import Box
 
 Kind = Literal["vllm", "sglang", "hf"]
@@ -62,6 +64,7 @@ class EngineLayout:
         self.experts = experts_of(self.config)
         self.layers = self.config.num_hidden_layers
         self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
+        self.tower = read_vision(config).tower.rpartition(".")[2] if sees_images(config) else None
 
     def check(self) -> None:
         """Check, as vLLM and SGLang do, that tp divides the heads and, in a dense model, the MLP width.
@@ -209,6 +212,8 @@ class EngineLayout:
         module, _, kind = name.rpartition(".")
         inside = module[at:] if (at := module.find("layers.")) >= 0 else module
         style = self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", inside))
+        if self.tower in module.split("."):
+            style = None
         whole = tuple((0, n) for n in shape)
         group = "linear" if kind == "weight" and len(shape) == 2 and inside.startswith("layers.") else "whole"
         if style == "colwise":

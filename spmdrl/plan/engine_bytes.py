@@ -14,6 +14,7 @@ from spmdrl.config.engines import engine_name, pushed_parts
 from spmdrl.config.judge import judged_tokens
 from spmdrl.config.schema import Config
 from spmdrl.engines.engine import kv_bytes_per_token
+from spmdrl.engines.hf.start import language_of
 from spmdrl.engines.sglang.options import CPU_KV_BYTES, SPARE_TOKENS
 from spmdrl.engines.vllm.cpu import CPU_BLOCK, MOST_PACKED, cpu_kv_bytes
 from spmdrl.engines.vllm.options import GPU_BLOCK
@@ -183,7 +184,8 @@ class Model:
 
     entries: list[Entry]
     linear: set[str] = field(default_factory=set)
-    """Weight names of all linear layers except the head. The HF engine can quantize them, and LoRA can adapt them."""
+    """Weight names of all linear layers of the language model except the head. The HF engine can quantize them, and
+    LoRA can adapt them."""
     buffers: set[str] = field(default_factory=set)
     """Names of persistent buffers (routing biases), which the HF engine's byte count omits."""
 
@@ -210,10 +212,12 @@ def model_of(config: Any, trust_remote_code: bool = False) -> Model:
     buffers = {name: x for name, x in hf.named_buffers() if name in kept}
     tensors = dict(hf.named_parameters()) | buffers
     layout = Layout(hf)
-    slots = [s for name, x in tensors.items() for s in layout.slots(name, tuple(x.shape), full_box(x.shape))]
-    prefix = f"{hf.base_model_prefix}."
-    linear = {f"{prefix}{n}.weight" for n, m in hf.base_model.named_modules() if type(m) is torch.nn.Linear}
-    return Model([Entry(s.name, s.shape) for s in slots], linear, set(buffers))
+    slots = {name: layout.slots(name, tuple(x.shape), full_box(x.shape)) for name, x in tensors.items()}
+    prefix, language = language_of(hf)
+    layers = {f"{prefix}{n}.weight" for n, m in language.named_modules() if type(m) is torch.nn.Linear}
+    # Checkpoints of some families have other names than parameters.
+    linear = {slot.name for name in layers & slots.keys() for slot in slots[name]}
+    return Model([Entry(s.name, s.shape) for some in slots.values() for s in some], linear, set(buffers))
 
 
 def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int, on_cpu: bool) -> Weights:

@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.config.schema import Config
 from spmdrl.engines.build import check_engine, check_tp
-from spmdrl.engines.engine import Request
+from spmdrl.engines.engine import Request, model_config
 from spmdrl.engines.hf.engine import HFEngine
 from spmdrl.hub.vision import part_of
+from spmdrl.plan.engine import PaperEngine
 from spmdrl.session.transfer import Transfer
 from tests.ranks.cases import build_policy, config, small_model
 from tests.ranks.harness import run_ranks
@@ -113,6 +114,8 @@ def seen(world, folder, family, tp):
     for name, p in engine.model.named_parameters():
         part = part_of(name, facts(family)[0])
         sizes[part] = sizes.get(part, 0) + p.numel()
+    on_paper = PaperEngine(cfg, world, model_config(cfg))
+    assert on_paper.weight_bytes == 8 * sum(sizes.values()) and not on_paper.unknown
     return drain(engine, requests_of(family) + requests_of(family, [(2,)], first=20, temperature=0.0)), sizes
 
 

@@ -226,7 +226,7 @@ def test_a_deterministic_engine_gives_each_row_exactly_what_it_gets_alone(engine
     assert all(run(engine, [request])[request.key] == together[request.key] for request in requests)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_the_vision_tower_is_not_rounded(family, kind, engine_of):
     engine, hf = engine_of(family, dtype="float32", quantization=kind), tiny(family)

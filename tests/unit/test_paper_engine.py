@@ -253,12 +253,15 @@ def test_fp8_in_vllm_halves_the_weights_and_reads_whole_tensors(deepseek):
     assert rounded.needs(model.entries).boxes == [(i, entry.box) for i, entry in enumerate(model.entries)]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "idefics3"])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_hf_engine_rounds_what_its_own_code_rounds(kind):
+def test_hf_engine_rounds_what_its_own_code_rounds(kind, family):
     from transformers import LlamaForCausalLM
 
-    config = config_of("Llama", **SMALL)
-    hf = LlamaForCausalLM(config)
+    from tests.unit import vision_models
+
+    config = config_of("Llama", **SMALL) if family == "llama" else vision_models.config(family)
+    hf = LlamaForCausalLM(config) if family == "llama" else vision_models.tiny(family)
     quantize(hf, kind)
     real = sum(p.nbytes for p in hf.parameters())
     assert engine(settings(engine="hf", quantization=kind, dtype="float32"), config).weight_bytes == real

@@ -191,7 +191,7 @@ class HFEngine:
     def needs(self, entries: list[Entry]) -> Needs:
         """Implements `Engine.needs`."""
         tensors = self.tensors
-        boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
+        boxes = [(i, self.boxes.get(self.places[entry.name][0], entry.box)) for i, entry in enumerate(entries)]
         # A tensor slice has a checksum only if it consists of complete 8-byte words. A cast changes the checksum.
         held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
         counted = [
@@ -216,12 +216,12 @@ class HFEngine:
         for bucket in buckets:
             self.lacking -= bucket.keys()
             for name, tensor in bucket.items():
-                if name in self.quantized:
-                    self.quantized[name].take(inside(tensor, self.boxes[name]) if name in self.boxes else tensor)
-                    continue
                 parameter, index = self.places[name]
-                part = inside(tensor, self.boxes[name]) if name in self.boxes else tensor
-                self.tensors[parameter][index].copy_(part)
+                part = inside(tensor, self.boxes[parameter]) if parameter in self.boxes else tensor
+                if parameter in self.quantized:
+                    self.quantized[parameter].take(part)
+                else:
+                    self.tensors[parameter][index].copy_(part)
         if self.lacking:
             raise ValueError(
                 f"--rollout.engine hf: the trainer pushes no tensor for {len(self.lacking)} of the engine's weights "

@@ -43,7 +43,7 @@ def start(
         The model, with uninitialized weights. Only buffers that checkpoints do not contain have values.
         The tensor-parallel group, or None if layers are not sharded.
         This rank's box (its index range in every dimension) for each sharded parameter.
-        The 8-bit layers, keyed by weight name.
+        The 8-bit layers, keyed by parameter name.
     """
     trust, dtype = cfg.model.trust_remote_code, DTYPES[cfg.model.dtype]
     folder = resolve(cfg.model.path, trust)
@@ -173,7 +173,7 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(model: Any, kind: str) -> dict[str, QuantizedLinear]:
-    """Quantize the linear layers of an HF language model, except its head, and return them keyed by weight name."""
+    """Quantize the linear layers of an HF language model, except its head, and return them keyed by parameter name."""
     out, (prefix, language) = {}, language_of(model)
     for name, module in list(language.named_modules()):
         for child, linear in list(module.named_children()):
