@@ -114,7 +114,7 @@ def seen(world, folder, family, tp):
     for name, p in engine.model.named_parameters():
         part = part_of(name, facts(family)[0])
         sizes[part] = sizes.get(part, 0) + p.numel()
-    on_paper = PaperEngine(cfg, world, model_config(cfg))
+    on_paper = PaperEngine(cfg, world, model_config(cfg), None)
     assert on_paper.weight_bytes == 8 * sum(sizes.values()) and not on_paper.unknown
     return drain(engine, requests_of(family) + requests_of(family, [(2,)], first=20, temperature=0.0)), sizes
 
