@@ -207,12 +207,9 @@ def check_request(
 
 
 def check_placeholders(name: str, tokens: list[int], images: tuple[Payload, ...], vision: Vision | None) -> None:
-    """Check that a sequence has one placeholder token for each feature of its images.
+    """Raise ValueError unless a sequence has one placeholder token for each feature of its images.
 
-    name: name of the sequence in messages. vision: `model_vision`.
-
-    Raises:
-        ValueError: the model reads no images, or the number of placeholders is not that of the features.
+    name: name of the sequence in messages. vision: `model_vision`; without it, any image is refused.
     """
     if vision is None:
         if images:

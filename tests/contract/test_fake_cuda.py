@@ -15,7 +15,7 @@ from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.losses import LOSSES
 from spmdrl.config.divergence import DivergenceConfig
 from spmdrl.data.batch import Batch
-from spmdrl.engines.hf.engine import sample
+from spmdrl.engines.hf.sample import sample
 from spmdrl.policy.contract import OutputHead
 from spmdrl.policy.forward_plan import for_losses
 from spmdrl.policy.objectives.distillation import DistillObjective, TargetReader

@@ -21,7 +21,7 @@ from spmdrl.config.plan import count
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.engines.build import check_engine
 from spmdrl.engines.engine import StaleEngineError, check_device
-from spmdrl.engines.hf.engine import in_integers
+from spmdrl.engines.hf.sample import in_integers
 from spmdrl.engines.needs import once
 from spmdrl.engines.vllm.engine import VLLMEngine
 from spmdrl.session import open as opening

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from spmdrl.engines.engine import Request, StaleEngineError
-from spmdrl.engines.hf.decode import Decoder
-from spmdrl.engines.hf.engine import Group, HFEngine, nucleus, sample
+from spmdrl.engines.hf.decode import Decoder, Group
+from spmdrl.engines.hf.engine import HFEngine
+from spmdrl.engines.hf.sample import nucleus, sample
 from spmdrl.engines.hf.start import quantize
 from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
