@@ -8,7 +8,7 @@ Shapes: C rows; V tokens in the student's vocabulary, U in the teacher's, M in b
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from spmdrl_kernels.distill import BYTES
 from spmdrl_kernels.divergence import log_probabilities
 from spmdrl_kernels.gradients import Gradients
 from spmdrl_kernels.linear import wide
-from spmdrl_kernels.vocabulary import Vocabulary
+from spmdrl_kernels.vocabulary import Vocabulary, some_of
 
 HELD = 12
 """Number of [C, V] tensors that a chunk needs in memory at the same time; the int64 indices of a sort count as two."""
@@ -36,10 +36,14 @@ class SpanTeacher:
     """Log of the factor that multiplies the teacher's probabilities in each row."""
     divisor: float = 1.0
     softcap: float | None = None
+    excluded: Sequence[int] = ()
+    """The teacher's token ids that have probability 0. Not with a softcap."""
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the logs of the teacher's scaled probabilities, [C, U], for each block of rows."""
-        theirs = Blocks(blocks.tokens, len(self.weight_UE), blocks.rows, len(self.weight_UE))
+        check_settings(self.softcap, {}, self.excluded)
+        vocab = len(self.weight_UE)
+        theirs = Blocks(blocks.tokens, vocab, blocks.rows, vocab, some_of(self.excluded, vocab))
         for rows, _, logits_CU in theirs.products(self.states_TE, self.weight_UE):
             logp_CU, _ = log_probabilities(logits_CU, self.divisor, self.softcap, dtype)
             yield logp_CU.add_(self.shift_T[rows, None].to(dtype))
@@ -137,6 +141,7 @@ def aligned_loss(
     divisor: float = 1.0,
     *,
     softcap: float | None = None,
+    excluded: Sequence[int] = (),
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sum over rows of weight times distance (`compare`); the forward also computes its gradients.
@@ -148,9 +153,10 @@ def aligned_loss(
             which autograd does not compute.
         teacher: the teacher's distributions for the same rows.
         weight_T: weight of each row's distance.
-        matched: see `compare`.
+        matched: see `compare`. It must not have tokens that are excluded in the student or the teacher.
         divisor: divides the student's logits.
         softcap: cap on the student's logits before division, by softcap * tanh(logits / softcap); None for no cap.
+        excluded: the student's token ids that have probability 0 and no gradient. Not with a softcap.
         chunk_tokens: number of rows of logits in memory at the same time; affects only speed, memory and rounding.
 
     Returns:
@@ -164,12 +170,13 @@ def aligned_loss(
     check_states(hidden_TD, weight_VD)
     if not usable(divisor):
         raise ValueError(f"divisor must be positive and finite, got {divisor}")
-    check_settings(softcap, {"chunk_tokens": chunk_tokens})
+    check_settings(softcap, {"chunk_tokens": chunk_tokens}, excluded)
     if any(len(x) != tokens for x in (shift_T, weight_T, teacher.shift_T, teacher.states_TE)):
         raise ValueError(f"the teacher, its shift, the student's shift and the weights need {tokens} rows each")
-    widest = max(len(weight_VD), len(teacher.weight_UE))
+    vocab = len(weight_VD)
+    widest = max(vocab, len(teacher.weight_UE))
     most = BYTES[place_of(hidden_TD.device)] // (HELD * wide(hidden_TD).itemsize * widest)
-    blocks = Blocks(tokens, len(weight_VD), chunk_tokens or even(tokens, most), len(weight_VD))
+    blocks = Blocks(tokens, vocab, chunk_tokens or even(tokens, most), vocab, some_of(excluded, vocab))
     job = _Job(shift_T, teacher, weight_T, matched, divisor, softcap, blocks)
     return _Aligned.apply(hidden_TD, weight_VD, job, torch.is_grad_enabled())
 

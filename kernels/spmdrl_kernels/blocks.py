@@ -27,6 +27,8 @@ BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
 INVARIANT_ROWS = {"cpu": 64, "gpu": 512}
 """Default number of rows per block for batch-invariant calls, in which a row's results do not depend on the other
 rows."""
+LOWEST = -1e30
+"""Finite value that replaces a logit of -inf, because 0 * -inf is nan. Its probability is 0 too."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,13 @@ class Blocks:
     vocab: int
     rows: int
     columns: int
+    excluded: tuple[int, ...] = ()
+    """Columns of tokens that have probability 0."""
 
     def products(self, hidden_TD, weight_VD) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Yield hidden @ weight.T block by block in a reused buffer: all columns of some rows, then the next rows.
+
+        Logits of excluded columns are LOWEST.
 
         Logits of 16-bit inputs are fp32, because rounding them to bf16 would cause most of the error of a logp (2^-9
         of the logit). A CPU multiplies in fp32 to get such logits, which is slower. On AMD GPUs the logits are rounded,
@@ -55,7 +61,15 @@ class Blocks:
                 shape = (rows.stop - rows.start, columns.stop - columns.start)
                 logits_CV = buffer[: shape[0] * shape[1]].view(shape)
                 product_(logits_CV, states_CD, weight_VD[columns].t(), False)
+                self.exclude_(logits_CV, columns)
                 yield rows, columns, logits_CV
+
+    def exclude_(self, logits_CV: torch.Tensor, columns: slice) -> None:
+        """Set the excluded columns of a block of logits to LOWEST, in place. columns: the block's columns."""
+        for column in self.excluded:
+            if columns.start <= column < columns.stop:
+                # The lowest number of float16 is above LOWEST.
+                logits_CV[:, column - columns.start] = max(LOWEST, torch.finfo(logits_CV.dtype).min)
 
 
 def place_of(device: torch.device) -> str:
@@ -64,7 +78,12 @@ def place_of(device: torch.device) -> str:
 
 
 def plan_blocks(
-    tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None, columns: int | None = None
+    tokens: int,
+    vocab: int,
+    like: torch.Tensor,
+    rows: int | None = None,
+    columns: int | None = None,
+    excluded: tuple[int, ...] = (),
 ) -> Blocks:
     """Return blocks with the given numbers of rows and columns. A number that is None is chosen for `like`'s device.
 
@@ -76,13 +95,15 @@ def plan_blocks(
         rows = even(tokens, BLOCK_ROWS[place] if columns is None else numbers // columns)
     if columns is None:
         columns = even(vocab, numbers // rows, 256)
-    return Blocks(tokens, vocab, rows, columns)
+    return Blocks(tokens, vocab, rows, columns, excluded)
 
 
-def plan_rows(tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None) -> Blocks:
+def plan_rows(
+    tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None, excluded: tuple[int, ...] = ()
+) -> Blocks:
     """Return blocks of complete rows. rows: number of rows per block; None to fill WHOLE_ROW_BYTES."""
     numbers = WHOLE_ROW_BYTES[place_of(like.device)] // like.element_size()
-    return Blocks(tokens, vocab, rows or even(tokens, numbers // max(1, vocab)), max(1, vocab))
+    return Blocks(tokens, vocab, rows or even(tokens, numbers // max(1, vocab)), max(1, vocab), excluded)
 
 
 def even(length: int, most: int, multiple: int = 16) -> int:

@@ -1,6 +1,7 @@
 """Checks the arguments of the package's functions; an error message names the change that the caller must make."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -65,10 +66,15 @@ def usable(temperature: float) -> bool:
     return temperature >= LEAST and math.isfinite(temperature)
 
 
-def check_settings(softcap, sizes: dict[str, int | None]) -> None:
-    """Check the cap on logits and the sizes of blocks. sizes: name of a setting -> its value; None for the default."""
+def check_settings(softcap, sizes: dict[str, int | None], excluded: Sequence[int] = ()) -> None:
+    """Check the cap on logits and the sizes of blocks. sizes: name of a setting -> its value; None for the default.
+
+    excluded: ids that have probability 0.
+    """
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be positive and finite, or None for off, got {softcap}")
+    if softcap is not None and len(excluded):
+        raise ValueError("softcap cannot be combined with excluded ids, because it makes a logit of -inf finite")
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")

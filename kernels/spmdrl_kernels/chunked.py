@@ -5,7 +5,8 @@ token's loss depends on that token only, loss and gradient can be computed while
 memory, so 3 matmuls are enough.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from spmdrl_kernels.blocks import (
     BLOCK_ROWS,
     EXACT_BYTES,
     WORKSPACE_BYTES,
-    Blocks,
     even,
     narrow,
     place_of,
@@ -51,6 +51,7 @@ def chunked_loss(
     mask: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     valid_vocab: int | None = None,
+    excluded: Sequence[int] = (),
     chunk_tokens: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -77,7 +78,7 @@ def chunked_loss(
             first chunk with several rows); or inputs have another length or a gradient.
     """
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
-    check_settings(softcap, {"chunk_tokens": chunk_tokens})
+    check_settings(softcap, {"chunk_tokens": chunk_tokens}, excluded)
     tokens, inputs = len(hidden_TD), dict(inputs or {})
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or value.shape[:1] != (tokens,) or value.requires_grad:
@@ -88,10 +89,10 @@ def chunked_loss(
     kept, hidden_TD, targets_T, temperature = kept_rows(mask, hidden_TD, targets_T, temperature)
     if kept is not None:
         inputs = {name: value[kept] for name, value in inputs.items()}
-    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group)
+    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, excluded=excluded)
     check_values(targets_T, temperature, vocabulary.total)
     blocks = plan_rows(len(hidden_TD), vocabulary.total, hidden_TD, chunk_tokens)
-    blocks = plan_rows(len(hidden_TD), vocabulary.size, hidden_TD, blocks.rows)
+    blocks = plan_rows(len(hidden_TD), vocabulary.size, hidden_TD, blocks.rows, vocabulary.excluded_columns)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
     needed = torch.is_grad_enabled()
     caller = _Caller(loss_fn, inputs, entropy, top)
@@ -173,7 +174,7 @@ def _states(
     if narrow(hidden_CD):
         kept_4C = new_state(n, vocab, job.dtype, hidden_CD.device) if rounded else state_4C
         step = even(vocab, EXACT_BYTES[place_of(hidden_CD.device)] // (4 * max(1, n)), 256)
-        for _, columns, exact_CV in Blocks(n, vocab, n, step).products(hidden_CD, weight_VD):
+        for _, columns, exact_CV in replace(job.blocks, tokens=n, rows=n, columns=step).products(hidden_CD, weight_VD):
             if rounded:
                 operations.add_rounded_(exact_CV, state_4C, logits_CV[:, columns], kept_4C, *given(columns))
             else:
@@ -182,6 +183,7 @@ def _states(
         for columns in pieces:
             piece_CV = logits_CV[:, columns]
             product_(piece_CV, hidden_CD, weight_VD[columns].t(), False)
+            job.blocks.exclude_(piece_CV, columns)
             operations.add_stats_(operations.borrow(piece_CV), state_4C, *given(columns))
     job.vocabulary.merge_(state_4C, second)
     if rounded:
@@ -223,8 +225,7 @@ class _ChunkedLoss(torch.autograd.Function):
             else job.blocks.columns
         )
         pieces = list(spans(vocabulary.size, step))
-        blocks = Blocks(job.blocks.tokens, job.blocks.vocab, job.blocks.rows, step)
-        sums = Gradients(blocks, hidden_TD, weight_VD, need, vocabulary, dtype)
+        sums = Gradients(replace(job.blocks, columns=step), hidden_TD, weight_VD, need, vocabulary, dtype)
         for rows in spans(len(hidden_TD), job.blocks.rows):
             n, scale_C, hidden_CD, targets_C = rows.stop - rows.start, job.scale(rows), hidden_TD[rows], targets_T[rows]
             logits_CV = buffer[: n * vocabulary.size].view(n, vocabulary.size)
@@ -234,6 +235,7 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             known = targets_C, vocabulary.total, caller.entropy
             logp_C, entropy_C, _ = exact = operations.results(state_4C, *known)
+            logp_C = vocabulary.at_excluded(logp_C, targets_C, -torch.inf)
             _, flatness_C, norm_2C = exact if rounded_4C is state_4C else operations.results(rounded_4C, *known)
             loss_C, extra, gradients = _differentiated(caller, logp_C, entropy_C, rows, any(need))
             if not checked and n > 1:
@@ -245,6 +247,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if not any(need):
                 continue
             grad_logp_C = torch.zeros_like(norm_2C[0]) if gradients[0] is None else gradients[0]
+            grad_logp_C = vocabulary.at_excluded(grad_logp_C, targets_C, 0.0)
             for columns in pieces:
                 block_CV, offset = logits_CV[:, columns], vocabulary.start + columns.start
                 inputs = (targets_C, offset, scale_C, job.softcap, norm_2C, flatness_C, grad_logp_C, gradients[1])

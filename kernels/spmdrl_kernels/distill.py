@@ -14,7 +14,7 @@ from spmdrl_kernels.checks import check_settings, check_states, usable
 from spmdrl_kernels.divergence import Teacher, log_probabilities, outside
 from spmdrl_kernels.gradients import Gradients
 from spmdrl_kernels.linear import wide
-from spmdrl_kernels.vocabulary import Vocabulary
+from spmdrl_kernels.vocabulary import Vocabulary, some_of
 
 HELD = 6
 """Number of [C, V] tensors that a chunk and one teacher need in memory at the same time."""
@@ -31,6 +31,7 @@ def distillation_loss(
     *,
     softcap: float | None = None,
     valid_vocab: int | None = None,
+    excluded: Sequence[int] = (),
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sum of weight times divergence (`generalized_jsd`) over tokens and teachers.
@@ -46,6 +47,7 @@ def distillation_loss(
         softcap: cap on the student's logits before division, by softcap * tanh(logits / softcap); None for no cap.
         valid_vocab: only the first `valid_vocab` tokens of the vocabulary are used; None for all. If vocabularies
             differ in size, the tokens of the smallest one are used.
+        excluded: token ids that have probability 0 in student and teachers, and no gradient. Not with a softcap.
         chunk_tokens: number of rows of logits in memory at the same time; affects only speed, memory and rounding.
 
     Returns:
@@ -61,11 +63,12 @@ def distillation_loss(
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
     if not usable(divisor):
         raise ValueError(f"divisor must be positive and finite, got {divisor}")
-    check_settings(softcap, {"chunk_tokens": chunk_tokens, "valid_vocab": valid_vocab})
+    check_settings(softcap, {"chunk_tokens": chunk_tokens, "valid_vocab": valid_vocab}, excluded)
     if any(weight_T.shape != (tokens,) for _, weight_T in teachers):
         raise ValueError(f"each teacher needs a weight for each of the {tokens} rows")
     vocab = min(sizes if valid_vocab is None else [*sizes, valid_vocab])
-    job = _Job(list(teachers), beta, divisor, softcap, plan(tokens, vocab, hidden_TD, chunk_tokens))
+    blocks = plan(tokens, vocab, hidden_TD, chunk_tokens, excluded)
+    job = _Job(list(teachers), beta, divisor, softcap, blocks)
     return _Distillation.apply(hidden_TD, weight_VD, job, torch.is_grad_enabled())
 
 
@@ -78,6 +81,7 @@ def top_logprobs(
     *,
     softcap: float | None = None,
     valid_vocab: int | None = None,
+    excluded: Sequence[int] = (),
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the k likeliest tokens: ids [T, k], log-probabilities [T, k], log of the probability of all others [T].
@@ -86,16 +90,18 @@ def top_logprobs(
     same states, weight, `valid_vocab` and number of rows.
 
     Raises:
-        ValueError: k is less than 1, or not less than the number of tokens in the vocabulary.
+        ValueError: k is less than 1, or not less than the number of tokens in the vocabulary that are not excluded.
     """
+    check_settings(softcap, {"chunk_tokens": chunk_tokens, "valid_vocab": valid_vocab}, excluded)
     vocab = min(len(weight_VD), valid_vocab or len(weight_VD))
-    if not 1 <= k < vocab:
-        raise ValueError(f"k must lie in [1, {vocab}), below the number of tokens, got {k}")
+    blocks = plan(len(hidden_TD), vocab, hidden_TD, chunk_tokens, excluded)
+    possible = vocab - len(blocks.excluded)
+    if not 1 <= k < possible:
+        raise ValueError(f"k must lie in [1, {possible}), below the number of tokens, got {k}")
     dtype, device = wide(hidden_TD), hidden_TD.device
     ids_TK = torch.empty(len(hidden_TD), k, dtype=torch.int64, device=device)
     logp_TK = torch.empty(len(hidden_TD), k, dtype=dtype, device=device)
     rest_T = torch.empty(len(hidden_TD), dtype=dtype, device=device)
-    blocks = plan(len(hidden_TD), vocab, hidden_TD, chunk_tokens)
     for rows, _, logits_CV in blocks.products(hidden_TD, weight_VD):
         logp_CV, _ = log_probabilities(logits_CV, divisor, softcap, dtype)
         logp_TK[rows], ids_TK[rows] = torch.topk(logp_CV, k, 1)
@@ -103,10 +109,10 @@ def top_logprobs(
     return ids_TK, logp_TK, rest_T
 
 
-def plan(tokens: int, vocab: int, like: torch.Tensor, rows: int | None) -> Blocks:
+def plan(tokens: int, vocab: int, like: torch.Tensor, rows: int | None, excluded: Sequence[int] = ()) -> Blocks:
     """Return blocks of `rows` complete rows; None for as many rows as `BYTES` allows."""
     most = BYTES[place_of(like.device)] // (HELD * wide(like).itemsize * max(1, vocab))
-    return Blocks(tokens, vocab, rows or even(tokens, most), vocab)
+    return Blocks(tokens, vocab, rows or even(tokens, most), vocab, some_of(excluded, vocab))
 
 
 class _Job:

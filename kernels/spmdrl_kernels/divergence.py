@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
-from spmdrl_kernels.blocks import Blocks
-from spmdrl_kernels.reference import LOWEST
+from spmdrl_kernels.blocks import LOWEST, Blocks
+from spmdrl_kernels.checks import check_settings
 
 LEAST_REST = -1e-7
 """Upper bound on the log of the sum of K probabilities. It is needed because rounded probabilities may sum to 1 or
@@ -93,6 +94,7 @@ class StatesTeacher:
 
     def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield the teacher's log-probabilities [C, V] of each block of complete rows."""
+        check_settings(self.softcap, {}, blocks.excluded)
         for _, _, logits_CV in blocks.products(self.states_TE, self.weight_UE):
             yield log_probabilities(logits_CV, self.divisor, self.softcap, dtype)[0]
 
@@ -109,7 +111,8 @@ class TopTeacher:
     """A teacher given by log-probabilities of K tokens in each row.
 
     All other tokens count as one outcome. If `renormalized` is true, they are ignored instead: the probabilities of the
-    K tokens are divided by their sum, for teacher and student.
+    K tokens are divided by their sum, for teacher and student. An excluded token among the K gets probability 0, and
+    the other outcomes are divided by the sum of their probabilities.
     """
 
     ids_TK: torch.Tensor
@@ -131,15 +134,17 @@ class TopTeacher:
         """
         for start in range(0, blocks.tokens, blocks.rows):
             rows = slice(start, min(start + blocks.rows, blocks.tokens))
-            logp_CK = self.logp_TK[rows].to(dtype)
-            if self.renormalized:
-                yield self.ids_TK[rows], torch.log_softmax(logp_CK, 1)
-                continue
-            if self.rest_T is None:
-                rest_C = log_of_rest(logp_CK)
-            else:
-                rest_C = self.rest_T[rows].to(dtype)
-            yield self.ids_TK[rows], torch.cat([logp_CK, rest_C[:, None]], 1)
+            ids_CK, logp_CK = self.ids_TK[rows], self.logp_TK[rows].to(dtype)
+            if not self.renormalized:
+                rest_C = log_of_rest(logp_CK) if self.rest_T is None else self.rest_T[rows].to(dtype)
+                logp_CK = torch.cat([logp_CK, rest_C[:, None]], 1)
+            for token in blocks.excluded:
+                hit_CK = pad(ids_CK == token, (0, logp_CK.shape[1] - ids_CK.shape[1]))
+                logp_CK = logp_CK.masked_fill(hit_CK, LOWEST)
+                # Rows without the token keep their numbers to the bit.
+                shift_C = torch.logsumexp(logp_CK, 1).masked_fill_(~hit_CK.any(1), 0.0)
+                logp_CK = logp_CK - shift_C[:, None]
+            yield ids_CK, torch.log_softmax(logp_CK, 1) if self.renormalized else logp_CK
 
     def compare(
         self, block: tuple[torch.Tensor, torch.Tensor], logp_CV: torch.Tensor, beta: float

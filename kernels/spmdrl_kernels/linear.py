@@ -33,6 +33,7 @@ def linear_logprob(
     group: dist.ProcessGroup | None = None,
     group_rows: Sequence[int] | None = None,
     valid_vocab: int | None = None,
+    excluded: Sequence[int] = (),
     batch_invariant: bool = False,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
@@ -60,6 +61,9 @@ def linear_logprob(
         group_rows: number of weight rows on each rank of the group; None to gather these numbers, which makes the host
             wait for the device.
         valid_vocab: rows of the complete weight that are used, from the first; others are padding. None for all rows.
+        excluded: ids of the complete vocabulary that have probability 0 and no gradient, as if their logits were -inf.
+            If the target of a row is excluded, its logp is -inf and has no gradient. Ids beyond the vocabulary have no
+            effect. Not with softcap.
         batch_invariant: whether a row's results and its gradient of hidden_TD are bitwise independent of the other rows
             in the call. If true, all blocks have the same number of rows; kernels/README.md lists the cost.
         chunk_tokens: rows of a block of logits; the size of a block affects only speed, memory and rounding.
@@ -82,18 +86,19 @@ def linear_logprob(
     """
     tokens, sizes = len(hidden_TD), {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
-    check_settings(softcap, sizes)
+    check_settings(softcap, sizes, excluded)
     if choose(backend, hidden_TD.device) == "liger":
         from spmdrl_kernels.liger import liger_logprob
 
-        _refuse_for_liger(sizes | {"batch_invariant": batch_invariant or None, "top": top or None})
+        wants = {"batch_invariant": batch_invariant, "top": top, "excluded": tuple(excluded)}
+        _refuse_for_liger(sizes | {name: value or None for name, value in wants.items()})
         return liger_logprob(hidden_TD, weight_VD, targets_T, temperature, entropy, softcap, mask, group, valid_vocab)
     kept, hidden_TD, targets_T, temperature = kept_rows(mask, hidden_TD, targets_T, temperature)
-    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, batch_invariant, group_rows)
+    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, batch_invariant, group_rows, excluded)
     check_values(targets_T, temperature, vocabulary.total)
     if batch_invariant:
         hidden_TD, targets_T, temperature, chunk_tokens = _padded(hidden_TD, targets_T, temperature, chunk_tokens)
-    given = len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab
+    given = len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab, vocabulary.excluded_columns
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, plan_blocks(*given))
     logp_T, entropy_T = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy and not top, top)
     entropy_T = None if entropy_T is None else spread(entropy_T, kept, tokens)
@@ -155,6 +160,7 @@ def collision_probability(
     group: dist.ProcessGroup | None = None,
     group_rows: Sequence[int] | None = None,
     valid_vocab: int | None = None,
+    excluded: Sequence[int] = (),
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     backend: str | None = None,
@@ -167,10 +173,12 @@ def collision_probability(
     """
     targets_T = torch.zeros(len(hidden_TD), dtype=torch.int64, device=hidden_TD.device)
     check_linear(hidden_TD, weight_VD, targets_T, temperature, None)
-    check_settings(softcap, {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab})
-    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, group_rows=group_rows)
+    check_settings(softcap, {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}, excluded)
+    more: dict[str, Any] = {"group_rows": group_rows, "excluded": excluded}
+    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, **more)
     check_values(None, temperature, vocabulary.total)
-    blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
+    given = len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab, vocabulary.excluded_columns
+    blocks = plan_blocks(*given)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
     state_4T = job.stats(job.operations(hidden_TD), hidden_TD, weight_VD, targets_T, "collision")
     return state_4T[SECOND] / state_4T[SUM].square()
@@ -235,6 +243,7 @@ class _LinearLogprob(torch.autograd.Function):
         operations = job.operations(hidden_TD)
         state_4T = job.stats(operations, hidden_TD, weight_VD, targets_T, "entropy" if with_entropy else "")
         logp_T, entropy_T, norm_2T = operations.results(state_4T, targets_T, job.vocabulary.total, with_entropy)
+        logp_T = job.vocabulary.at_excluded(logp_T, targets_T, -torch.inf)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, norm_2T, entropy_T)
         ctx.job = job
         ctx.set_materialize_grads(False)  # With this setting, the gradient of an unused output is None.
@@ -258,6 +267,7 @@ class _LinearLogprob(torch.autograd.Function):
         job: Job = ctx.job
         if grad_logp_T is None:
             grad_logp_T = torch.zeros_like(norm_2T[0])
+        grad_logp_T = job.vocabulary.at_excluded(grad_logp_T, targets_T, 0.0)
         sums = Gradients(job.blocks, hidden_TD, weight_VD, (need_hidden, need_weight), job.vocabulary, job.dtype)
         operations = job.operations(hidden_TD)
         # These logits are as exact as in forward. If they were rounded to bf16, the probabilities of a row could sum to

@@ -5,10 +5,8 @@ Shapes: a block of logits has C rows and V columns. `vocabulary.py` describes st
 
 import torch
 
+from spmdrl_kernels.blocks import LOWEST
 from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, clear_, rescale_
-
-LOWEST = -1e30
-"""Finite value that replaces a logit of -inf, because 0 * -inf is nan."""
 
 
 class TorchRows:

@@ -51,6 +51,19 @@ class Vocabulary:
     ordered: bool = False
     """True to sum in the order of ranks, for results that do not depend on other rows. With three or more ranks, the
     order in which an all-reduce sums depends on an element's position in the buffer."""
+    excluded: tuple[int, ...] = ()
+    """Ids that have probability 0."""
+
+    @property
+    def excluded_columns(self) -> tuple[int, ...]:
+        """Columns of the excluded ids in this rank's part."""
+        return tuple(token - self.start for token in self.excluded if 0 <= token - self.start < self.size)
+
+    def at_excluded(self, values_T: torch.Tensor, targets_T: torch.Tensor, value: float) -> torch.Tensor:
+        """Return the values [T], with `value` in the rows whose target is excluded."""
+        for token in self.excluded:
+            values_T = values_T.masked_fill(targets_T == token, value)
+        return values_T
 
     def merge_(self, state_4T: torch.Tensor, second: str) -> None:
         """Merge the ranks' states into the state of the complete vocabulary, in place, by two collectives."""
@@ -107,15 +120,16 @@ def open_vocabulary(
     group: dist.ProcessGroup | None,
     ordered: bool = False,
     group_rows: Sequence[int] | None = None,
+    excluded: Sequence[int] = (),
 ) -> Vocabulary:
     """Return this rank's part of the vocabulary, which is divided in the order of ranks. Collective.
 
     rows: number of rows in this rank's weight. ordered: see `Vocabulary`. group_rows: number of rows per rank; None to
-    gather these numbers, which makes the host wait for the device.
+    gather these numbers, which makes the host wait for the device. excluded: ids that have probability 0.
 
     Raises:
-        ValueError: ranks of the group have different targets, their row counts differ from group_rows, or valid_vocab
-            does not fit. On a GPU, a later call raises the error about targets and rows if group_rows is given
+        ValueError: ranks of the group have different targets, their row counts differ from group_rows, valid_vocab does
+            not fit, or no token is left. On a GPU, a later call raises the error about targets and rows if group_rows is given
             (`deferred.py`).
     """
     sizes, rank = [rows], 0
@@ -134,5 +148,23 @@ def open_vocabulary(
         raise ValueError(f"valid_vocab must lie in [1, {total}], the rows of the weight over all ranks: {valid_vocab}")
     valid = total if valid_vocab is None else valid_vocab
     return Vocabulary(
-        start, min(max(valid - start, 0), rows), valid, group if len(sizes) > 1 else None, ordered and len(sizes) > 2
+        start,
+        min(max(valid - start, 0), rows),
+        valid,
+        group if len(sizes) > 1 else None,
+        ordered and len(sizes) > 2,
+        some_of(excluded, valid),
     )
+
+
+def some_of(excluded: Sequence[int], vocab: int) -> tuple[int, ...]:
+    """Return the excluded ids that are in a vocabulary of `vocab` tokens.
+
+    Raises ValueError if an id is negative or no token is left.
+    """
+    if any(token < 0 for token in excluded):
+        raise ValueError(f"excluded must be token ids, at least 0, got {list(excluded)}")
+    inside = tuple(sorted({token for token in excluded if token < vocab}))
+    if len(inside) >= vocab > 0:
+        raise ValueError(f"excluded must leave a token of the vocabulary, but has all {vocab} ids")
+    return inside

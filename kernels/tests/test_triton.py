@@ -28,9 +28,9 @@ def tokens_of(T, V, seed=0):
     return torch.randint(V, (T,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def plain(logits, targets, temperature=1.0, softcap=None, valid=None):
+def plain(logits, targets, temperature=1.0, softcap=None, valid=None, excluded=()):
     """Return logp, entropy and collision probability by definition, in fp64."""
-    logits = logits.double()
+    logits = logits.double().index_fill(1, torch.tensor(excluded, dtype=torch.int64, device=DEVICE), -1e30)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if isinstance(temperature, torch.Tensor):
@@ -52,7 +52,7 @@ def close(got, want, limit, what):
 def check_linear(T, D, V, dtype=torch.float64, seed=0, **options):
     hidden, weight = draw(T, D, seed=seed, dtype=dtype), draw(V, D, seed=seed + 1, dtype=dtype)
     hidden, weight, targets = hidden.requires_grad_(), weight.requires_grad_(), tokens_of(T, V, seed)
-    heat = {k: options[k] for k in ("temperature", "softcap") if k in options}
+    heat = {k: options[k] for k in ("temperature", "softcap", "excluded") if k in options}
     upstream = list(draw(2, T, seed=seed + 2))
     got = linear_logprob(hidden, weight, targets, backend="triton", **options)
     got += torch.autograd.grad(got, (hidden, weight), [g.to(got[0].dtype) for g in upstream])
@@ -66,6 +66,41 @@ def check_linear(T, D, V, dtype=torch.float64, seed=0, **options):
 def test_kernel_triton_every_dtype(dtype):
     check_linear(7, 16, 131, dtype)
     check_linear(7, 16, 131, dtype, temperature=0.7, softcap=2.5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("options", [{"chunk_vocab": 3}, {"chunk_tokens": 4}, {"batch_invariant": True}])
+def test_kernel_triton_excluded_tokens(dtype, options):
+    # Two blocks of 3 columns have excluded columns only.
+    excluded = tuple(x for x in (*range(6, 12), 40, 130) if x not in tokens_of(7, 131))
+    check_linear(7, 16, 131, dtype, excluded=excluded, temperature=0.7, **options)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernel_triton_excluded_tokens_in_a_chunked_loss(dtype):
+    # Logits that are stored in float16 become -inf.
+    hidden, weight, targets = draw(7, 16, dtype=dtype), draw(131, 16, seed=1, dtype=dtype), tokens_of(7, 131)
+    hidden, weight, inputs = hidden.requires_grad_(), weight.requires_grad_(), dict(zip("ge", draw(2, 7), strict=True))
+    excluded = tuple(x for x in (*range(6, 12), 40, 130) if x not in targets)
+
+    def loss(logp, entropy, x):
+        return x["g"] * logp + x["e"] * entropy
+
+    total, told = chunked_loss(
+        *(hidden, weight, targets, loss, inputs), top=True, excluded=excluded, chunk_tokens=4, backend="triton"
+    )
+    logits = hidden.double() @ weight.double().t()
+    logp, entropy, _ = plain(logits, targets, excluded=excluded)
+    want = logp, entropy, *torch.autograd.grad(loss(logp, entropy, inputs).sum(), (hidden, weight))
+    got = told["logp"], told["entropy"], *torch.autograd.grad(total, (hidden, weight))
+    close([x.detach() for x in got], [x.detach() for x in want], LIMIT[dtype], "logp entropy dhidden dweight")
+    assert not got[3][list(excluded)].any()
+    hit = torch.where(torch.arange(7, device=DEVICE) == 2, 40, targets)
+    logp, _ = linear_logprob(hidden, weight, hit, excluded=excluded, backend="triton")
+    assert logp[2] == -torch.inf
+    close([logp[3:].detach()], [want[0][3:].detach()], LIMIT[dtype], "logp")
+    assert all(x.isfinite().all() for x in torch.autograd.grad(logp.sum(), (hidden, weight)))
 
 
 @pytest.mark.parametrize("way, limit", [("linear_logprob", 0.01), ("chunked_loss", 0.1)])

@@ -31,12 +31,10 @@ is None if the objective's `second` is `top`."""
 
 HeadFunction = Callable[..., tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]]
 """A function that replaces a language model's head, for losses that need more than logp and entropy. It maps
-(states_nD, weight_VD, rows_n, divisor, softcap) to (a scalar loss with gradient, or None; numbers [n, ...] without
-gradient).
+(states_nD, head, rows_n) to (a scalar loss with gradient, or None; numbers [n, ...] without gradient).
 
-states_nD: hidden states that predict the tokens in the loss mask. rows_n: indices of these tokens in [T]. divisor:
-divisor of the logits, which is the temperature times the model family's own divisor. softcap: cap on logits, or None
-for no cap.
+states_nD: hidden states that predict the tokens in the loss mask. head: the model's `OutputHead`, whose divisor
+includes the temperature. rows_n: indices of the tokens in [T].
 """
 
 
@@ -46,7 +44,11 @@ class OutputHead:
 
     weight_VD: torch.Tensor
     divisor: float
+    """Number that divides the logits: the model family's own divisor, times a temperature if there is one."""
     softcap: float | None
+    """Cap on the logits before division, or None for no cap."""
+    excluded: tuple[int, ...] = ()
+    """Token ids that have probability 0 (`Policy.exclude`)."""
 
 
 @dataclass
@@ -156,6 +158,13 @@ class Policy(Protocol):
 
     def output_head(self) -> OutputHead:
         """Return the full (unsharded) output head on the device, in the compute dtype."""
+        ...
+
+    def exclude(self, ids: tuple[int, ...]) -> None:
+        """Give token ids probability 0 in `logprobs`, `read` and `update`. Only for language models.
+
+        If a token in the loss mask is excluded, its logp is -inf.
+        """
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:

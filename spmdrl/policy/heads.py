@@ -15,7 +15,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.hub.encode import encode, vision_of
 from spmdrl.policy.apart import states_apart
 from spmdrl.policy.attention.packing import Packing, over
-from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
+from spmdrl.policy.contract import HeadFunction, OutputHead, Second, TokenLoss
 from spmdrl.policy.forward_plan import ForwardPlan, HeadRows, Noise, noise_of, plan_forward
 from spmdrl.policy.mixers import layers, rotary
 from spmdrl.policy.vision import positions_of
@@ -148,24 +148,23 @@ def at_rows(rows: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tens
 
 def sampled(
     states_nD: torch.Tensor,
-    weight_VD: torch.Tensor,
+    head: OutputHead,
     targets_n: torch.Tensor,
-    divisor: float,
     second: Second,
-    softcap: float | None,
     group: dist.ProcessGroup | None = None,
     group_rows: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logp and `second` (`contract.Second`) of the sampled tokens, [n] each.
 
-    divisor, softcap: as in `HeadFunction`. group, group_rows: ranks that shard the vocabulary, and the number of
-    vocabulary entries on each rank.
+    head: as in `HeadFunction`. group, group_rows: ranks that shard the vocabulary, and the number of vocabulary entries
+    on each rank.
     """
-    more: dict[str, Any] = {"softcap": softcap, "group": group, "group_rows": group_rows}
+    more: dict[str, Any] = {"softcap": head.softcap, "excluded": head.excluded}
+    more |= {"group": group, "group_rows": group_rows}
     wants: dict[str, Any] = {"entropy": second == "entropy", "top": second == "top"}
-    logp, other = linear_logprob(states_nD, weight_VD, targets_n, divisor, **wants, **more)
+    logp, other = linear_logprob(states_nD, head.weight_VD, targets_n, head.divisor, **wants, **more)
     if second == "collision":
-        other = collision_probability(states_nD, weight_VD, divisor, **more)
+        other = collision_probability(states_nD, head.weight_VD, head.divisor, **more)
     assert other is not None
     return logp, other
 
@@ -191,12 +190,19 @@ def divisor_of(config: Any) -> float:
 class PackedLM(Packed):
     """A HF causal LM that returns logp and `second` of the sampled tokens without materialising the logits [T, V]."""
 
+    excluded: tuple[int, ...] = ()
+    """Token ids that have probability 0."""
+
     def __init__(self, hf: nn.Module, *args: Any, **kwargs: Any):
         """Build the module; arguments as in `Packed`."""
         super().__init__(hf, *args, **kwargs)
         config = self.hf.config.get_text_config()
         self.softcap, self.logit_divisor = softcap_of(config), divisor_of(config)
         self.vocabulary = min(self.vocabulary, self.hf.get_output_embeddings().weight.shape[0])
+
+    def output_head(self, weight_VD: torch.Tensor, temperature: float = 1.0) -> OutputHead:
+        """Return the output head with a (gathered) weight."""
+        return OutputHead(weight_VD, temperature * self.logit_divisor, self.softcap, self.excluded)
 
     def forward(
         self,
@@ -214,23 +220,24 @@ class PackedLM(Packed):
         `run`.
         """
         # The head only sees the hidden states that predict tokens in the loss mask.
-        states, head = self.run(plan, **more)
-        tokens, part, rows, targets = plan.tokens, plan.part, head.rows, head.targets
-        weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
+        states, needed = self.run(plan, **more)
+        tokens, part, rows, targets = plan.tokens, plan.part, needed.rows, needed.targets
+        head = self.output_head(self.hf.get_output_embeddings().weight, temperature)
         # Mamba models keep the residual stream in float32, so the states must be cast to the dtype of the head.
-        states = states.to(weight.dtype)
+        states = states.to(head.weight_VD.dtype)
         if callable(token_loss):
-            loss, outputs = token_loss(states, weight, rows, divisor, self.softcap)
+            loss, outputs = token_loss(states, head, rows)
             # The outputs are summed over ranks one by one, because they differ in dtype and width.
             numbers = tuple(part.total(at_rows(rows, number, tokens))[0] for number in outputs)
             return numbers if loss is None else (*numbers, loss)
         if token_loss is None:
-            numbers = sampled(states, weight, targets, divisor, second, self.softcap)
+            numbers = sampled(states, head, targets, second)
             return part.total(*(at_rows(rows, x, tokens) for x in numbers))
         function, columns = token_loss
         mine, top = {name: column[rows] for name, column in columns.items()}, second == "top"
         loss, outputs = chunked_loss(
-            states, weight, targets, function, mine, divisor, entropy=not top, top=top, softcap=self.softcap
+            *(states, head.weight_VD, targets, function, mine, head.divisor),
+            **{"entropy": not top, "top": top, "softcap": head.softcap, "excluded": head.excluded},
         )
         numbers = outputs["logp"], outputs["top" if top else "entropy"]
         return *part.total(*(at_rows(rows, x, tokens) for x in numbers)), loss

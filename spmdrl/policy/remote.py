@@ -67,6 +67,11 @@ class RemotePolicy:
             answers = self.model.read(request, temperature, function) or answers
         return tuple(self._answer(request, list(answers)))
 
+    def exclude(self, ids: tuple[int, ...]) -> None:
+        """Implements `Policy.exclude` for the model on this rank, if there is one."""
+        if self.model is not None:
+            self.model.exclude(ids)
+
     def values(self, batch: Batch) -> torch.Tensor:
         """Implements `Policy.values`."""
         return self.logprobs(batch, 1.0)[0]

@@ -192,6 +192,7 @@ class Alignment:
             self.cfg.rollout.temperature * head.divisor,
             entropy=False,
             softcap=head.softcap,
+            excluded=head.excluded,
         )
         return logp_M.cpu()
 

@@ -327,7 +327,7 @@ def test_waits_of_a_loss_with_one_teacher(gpu):
     states = torch.randn(5, 4, device="cuda", generator=seeded()).requires_grad_()
     rows = rows.to("cuda")
     gpu.waits.clear()
-    loss, _ = objective.token_loss(for_losses(batch, CUDA), shared)(states, weight, rows, 1.0, None)
+    loss, _ = objective.token_loss(for_losses(batch, CUDA), shared)(states, OutputHead(weight, 1.0, None), rows)
     loss.backward()
     assert not gpu.waits and states.grad.norm() > 0
 

@@ -16,10 +16,12 @@ PARTS = {
     "3 uneven": [7, 40, 14],
     "3, middle empty": [20, 0, 41],
 }
+LEFT_OUT = (22, 23, 58, 60)
 SETTINGS = [
     {},
     {"temperature": 0.7, "softcap": 2.0, "valid_vocab": 33},
     {"temperature": "per token", "mask": "some", "valid_vocab": 20, "chunk_tokens": 5, "chunk_vocab": 8},
+    {"temperature": 0.7, "excluded": LEFT_OUT, "chunk_vocab": 2},
 ]
 
 
@@ -53,6 +55,7 @@ def whole(settings, dtype):
     logits = hidden @ weight.t()
     if cap := settings.get("softcap"):
         logits = cap * torch.tanh(logits / cap)
+    logits = logits.index_fill(1, torch.tensor(settings.get("excluded", ()), dtype=torch.int64), -1e30)
     temperature = torch.as_tensor(settings.get("temperature", 1.0), dtype=torch.float64)
     logits = logits[:, : settings.get("valid_vocab", V)] / temperature.reshape(-1, 1)
     log_p = torch.log_softmax(logits, -1)
@@ -143,7 +146,11 @@ def given_logits_and_chunked_loss(world, parts):
     total, told = chunked_loss(
         hidden, shard, targets, weighted, {"g": grads.t()}, heat, group=group, valid_vocab=33, chunk_tokens=7
     )
-    return [x.detach() for x in (*outputs, told["logp"], *torch.autograd.grad(total, (hidden, shard)), dlogits)]
+    excluded, _ = chunked_loss(
+        *(hidden, shard, targets, weighted, {"g": grads.t()}, heat), group=group, excluded=LEFT_OUT, chunk_tokens=7
+    )
+    gradients = [torch.autograd.grad(x, (hidden, shard)) for x in (total, excluded)]
+    return [x.detach() for x in (*outputs, told["logp"], *gradients[0], dlogits, *gradients[1])]
 
 
 def weighted(logp, entropy, inputs):
@@ -160,6 +167,9 @@ def test_kernel_given_logits_and_chunked_loss_over_ranks():
     torch.testing.assert_close(torch.cat([got[4] for got in by_rank]), dw, rtol=1e-10, atol=1e-10)
     dlogits = torch.cat([got[5] for got in by_rank], 1)
     torch.testing.assert_close(dlogits.t() @ make()[0], dw, rtol=1e-10, atol=1e-10)
+    *_, dh, dw = whole({"temperature": "per token", "excluded": LEFT_OUT}, torch.float64)
+    assert all((got[6] - dh).abs().max() <= 1e-10 for got in by_rank)
+    torch.testing.assert_close(torch.cat([got[7] for got in by_rank]), dw, rtol=1e-10, atol=1e-10)
 
 
 def invariant(world):

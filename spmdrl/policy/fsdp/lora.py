@@ -52,6 +52,10 @@ class BaseOf:
         """Implements `Policy.output_head`; adapters do not change the head."""
         return self.policy.output_head()
 
+    def exclude(self, ids: tuple[int, ...]) -> None:
+        """Implements `Policy.exclude`, for the policy too, because both have the same head."""
+        self.policy.exclude(ids)
+
     def bytes_by_owner(self) -> dict[str, int]:
         """Implements `Policy.bytes_by_owner`; the result is empty, because the policy counts these weights."""
         return {}

@@ -184,7 +184,12 @@ class FsdpPolicy(Learner):
         assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
         self.reshard()
         weight: Any = self.model.hf.get_output_embeddings().weight
-        return OutputHead(weight.full_tensor().detach().to(self.compute), self.model.logit_divisor, self.model.softcap)
+        return self.model.output_head(weight.full_tensor().detach().to(self.compute))
+
+    def exclude(self, ids: tuple[int, ...]) -> None:
+        """Implements `Policy.exclude`."""
+        assert self.head == "lm"
+        self.model.excluded = ids
 
     @contextmanager
     def base(self) -> Iterator[None]:

@@ -119,6 +119,11 @@ class MegatronPolicy(Learner):
 
     # ── forward, update ──────────────────────────────────────────────────────
 
+    def exclude(self, ids: tuple[int, ...]) -> None:
+        """Implements `Policy.exclude`."""
+        assert self.head == "lm"
+        self.pipeline.excluded = ids
+
     def numbers(
         self, micros: list[Batch], temperature: float, second: Second = "entropy", function: Any = None
     ) -> list:

@@ -53,6 +53,8 @@ class Pipeline:
         self.balance = 0.0
         self.shape = (labels,) if labels > 1 else ()
         self.softcap, self.divisor = softcap, divisor
+        self.excluded: tuple[int, ...] = ()
+        """Token ids that have probability 0."""
         self.head = unwrapped(models[0]).head
         state: Any = parallel_state
         self.tp_group = state.get_tensor_model_parallel_group() if layout.tp > 1 else None
@@ -169,8 +171,8 @@ class Pipeline:
         rows, states = head.rows, states_SD[head.states]
         weight = head_weight(model)
         if self.head == "lm":
-            scale, cap = temperature * self.divisor, self.softcap
-            first, other = sampled(states, weight, head.targets, scale, second, cap, self.tp_group, self.rows)
+            output = OutputHead(weight, temperature * self.divisor, self.softcap, self.excluded)
+            first, other = sampled(states, output, head.targets, second, self.tp_group, self.rows)
         else:
             value = nn.functional.linear(states, weight, model.output_layer.bias)
             first = (value[:, 0] if value.shape[1] == 1 else value).to(torch.float32)

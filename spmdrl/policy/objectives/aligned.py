@@ -5,6 +5,8 @@ sampled tokens at the other positions of the span. Teacher and student tokenize 
 base and factors. The batch stores the teacher's values for a span at the student's base.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -54,9 +56,10 @@ class AlignedObjective(DistillObjective):
     def token_loss(self, micro: Batch, shared: Shared) -> HeadFunction:
         """Implements `Objective.token_loss`; the result is collective over ranks that split a sequence."""
         tokens_T, lead_T, states_TE, shift_T = (micro.token[c] for c in ("tokens", LEAD, self.states, SHIFT))
-        weight_T, head, device = self.weights(micro, shared), self.head, micro.device
+        weight_T, theirs, device = self.weights(micro, shared), self.head, micro.device
 
-        def function(states_nD, weight_VD, rows_n, divisor, softcap):
+        def function(states_nD, head: OutputHead, rows_n):
+            limits: dict[str, Any] = {"softcap": head.softcap, "excluded": head.excluded}
             dtype, lead_n = wide(states_nD), lead_T[rows_n]
             distance_n, entropy_n = torch.zeros(2, len(rows_n), dtype=dtype, device=device)
             base = torch.nonzero(lead_n == 0).flatten()
@@ -71,7 +74,8 @@ class AlignedObjective(DistillObjective):
                     continue
                 with torch.set_grad_enabled(needs_grad):
                     targets = tokens_T[rows_n[some]]
-                    logp_m, entropy_m = linear_logprob(states_nD[some], weight_VD, targets, divisor, softcap=softcap)
+                    given = states_nD[some], head.weight_VD, targets, head.divisor
+                    logp_m, entropy_m = linear_logprob(*given, **limits)
                 assert entropy_m is not None
                 entropy_n[some] = entropy_m.detach()
                 factor_m = logp_m if some is inside else factor_m
@@ -80,12 +84,11 @@ class AlignedObjective(DistillObjective):
             own_T = all_reduce(own_T, "sum", self.group)
             rows = rows_n[base]
             teacher = SpanTeacher(
-                *(states_TE[rows], head.weight_VD, shift_T[rows], self.temperature * head.divisor, head.softcap)
+                *(states_TE[rows], theirs.weight_VD, shift_T[rows], self.temperature * theirs.divisor),
+                *(theirs.softcap, theirs.excluded),
             )
-            total, slope, distance_n[base], entropy_n[base] = aligned_loss(
-                *(states_nD[base], weight_VD, own_T[rows], teacher, weight_T[rows], self.matched, divisor),
-                softcap=softcap,
-            )
+            given = states_nD[base], head.weight_VD, own_T[rows], teacher, weight_T[rows], self.matched, head.divisor
+            total, slope, distance_n[base], entropy_n[base] = aligned_loss(*given, **limits)
             slope_T = all_reduce(torch.zeros_like(own_T).index_copy_(0, rows, slope), "sum", self.group)
             # The added term is 0, and its gradient is the part of the loss gradient that flows through the student's
             # factors.

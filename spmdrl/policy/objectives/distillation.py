@@ -48,11 +48,12 @@ class TargetReader:
         ids, like = torch.zeros(0, self.top_k, dtype=torch.int32), torch.zeros(0, dtype=self.dtype)
         return ids, torch.zeros(0, self.top_k, dtype=wide(like)), torch.zeros(0, dtype=wide(like))
 
-    def __call__(self, states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[None, tuple[torch.Tensor, ...]]:
+    def __call__(self, states_nD, head: OutputHead, rows_n) -> tuple[None, tuple[torch.Tensor, ...]]:
         """Implements `HeadFunction`: return None for the loss, and the targets for n tokens."""
         if not self.top_k:
             return None, (states_nD,)
-        found = top_logprobs(states_nD, weight_VD, self.top_k, divisor, softcap=softcap, valid_vocab=self.vocab)
+        limits: dict[str, Any] = {"softcap": head.softcap, "valid_vocab": self.vocab, "excluded": head.excluded}
+        found = top_logprobs(states_nD, head.weight_VD, self.top_k, head.divisor, **limits)
         return None, (found[0].int(), *found[1:])
 
 
@@ -134,7 +135,7 @@ class DistillObjective(TokenObjective):
             several = kinds.tolist() or [[True] * len(self.teachers)]
             return [(kind, torch.nonzero(kind_n == number).flatten()) for number, kind in enumerate(several)]
 
-        def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        def function(states_nD, head: OutputHead, rows_n) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
             divergence_n, entropy_n = torch.zeros(2, len(rows_n), dtype=wide(states_nD), device=device)
             total = torch.zeros((), dtype=torch.float64, device=device)
             # Rows are grouped by the teachers with nonzero weight, so that no logits are computed for zero weights.
@@ -146,9 +147,10 @@ class DistillObjective(TokenObjective):
                         pairs.append((self.teacher(name, targets), (weight_T * share_TK[:, place])[rows]))
                 part, divergence_mK, entropy_n[at] = distillation_loss(
                     states_nD if len(rows) == len(rows_n) else states_nD[at],
-                    *(weight_VD, pairs, self.cfg.beta, divisor),
-                    softcap=softcap,
+                    *(head.weight_VD, pairs, self.cfg.beta, head.divisor),
+                    softcap=head.softcap,
                     valid_vocab=self.reader.vocab,
+                    excluded=head.excluded,
                 )
                 places = [place for place, there in enumerate(present) if there]
                 shares_mK = torch.stack([share_TK[rows, place] for place in places], 1).to(divergence_mK.dtype)
@@ -156,7 +158,7 @@ class DistillObjective(TokenObjective):
                 total = total + part
             return total, (divergence_n, entropy_n)
 
-        return head
+        return function
 
     def teacher(self, name: str, columns: dict[str, torch.Tensor]) -> Teacher:
         """Return the `Teacher` for some rows. columns: the teacher's columns at these rows."""
