@@ -129,8 +129,8 @@ def open_vocabulary(
 
     Raises:
         ValueError: ranks of the group have different targets, their row counts differ from group_rows, valid_vocab does
-            not fit, or no token is left. On a GPU, a later call raises the error about targets and rows if group_rows is given
-            (`deferred.py`).
+            not fit, or no token is left. On a GPU, a later call raises the error about targets and rows if group_rows
+            is given (`deferred.py`).
     """
     sizes, rank = [rows], 0
     if group is not None:

@@ -139,6 +139,11 @@ def sees_images(config: Any) -> bool:
     return reads_images(config) and config.model_type in (*QWEN, *TILED)
 
 
+def never_sampled(config: Any) -> tuple[int, ...]:
+    """Return the placeholder ids (`Vision.never`) of a model with a transformers config, empty without a tower."""
+    return read_vision(config).never if sees_images(config) else ()
+
+
 def language_model_class(config: Any) -> Any:
     """Return the transformers class that generates text for a config, with the vision tower if there is one."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText

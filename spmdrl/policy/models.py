@@ -12,7 +12,8 @@ import torch
 
 from spmdrl.config.classifier import is_classifier, model_path
 from spmdrl.config.schema import Config, PolicyConfig, is_average
-from spmdrl.hub.build import check_head
+from spmdrl.hub.build import check_head, never_sampled
+from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.contract import Head, Policy
@@ -81,6 +82,11 @@ class Models:
                 continue
             if seen.setdefault(id(model), name) == name:
                 yield name, model
+
+    def language_models(self) -> dict[str, Policy]:
+        """Return the language models on this rank by name."""
+        names = {"policy", "reference", "process", "process_reference", *self.teachers}
+        return {name: model for name, model in self.named() if name in names}
 
     keep_reference = False
     """True if checkpoints include the reference model, because it is updated from the policy's weights during the
@@ -244,6 +250,23 @@ def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callab
         if model is not None and not isinstance(model, BaseOf):
             path = f"{wanted[name].flag} {wanted[name].path}" if name in wanted and wanted[name].path else ""
             choose_form(model, name.replace("_", " "), path or f"--model.path {cfg.model.path}", say)
+
+
+def exclude_placeholders(models: Models, cfg: Config) -> None:
+    """Give placeholders of images probability 0 in the language models of a run, because engines never sample them.
+
+    All models exclude the placeholders of `--model.path`, even models that read text only, because a divergence is
+    infinite if only one of two models excludes a token. A teacher with another tokenizer excludes its own placeholders.
+    """
+    for name, model in models.language_models().items():
+        other = name == "reference" and cfg.aligns_tokens
+        model.exclude(placeholders(cfg, cfg.reference.path if other else cfg.model.path))
+
+
+def placeholders(cfg: Config, path: str) -> tuple[int, ...]:
+    """Return the ids that models over the tokens of the model at `path` exclude in a run with these settings."""
+    trust = cfg.model.trust_remote_code
+    return never_sampled(read_config(resolve(path, trust), trust))
 
 
 def check_alike(model: Any, reference: Any) -> None:

@@ -18,6 +18,7 @@ from spmdrl.data.template_ends import job_template
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.engines.build import stop_tokens
 from spmdrl.health.status import tick
+from spmdrl.hub.build import never_sampled
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
@@ -60,8 +61,10 @@ class Alignment:
         self.prompts, self.room = teacher_prompts(cfg, tokenizer, "", run.prompts), room(cfg)
         self.matched = None
         if cfg.distill.align == "gold":
-            mine, theirs = (read_config(each, trust).get_text_config().vocab_size for each in (own, folder))
-            self.matched = Matched(*self.pair.both((mine, theirs)), cfg.distill.beta)
+            mine, theirs = (read_config(each, trust) for each in (own, folder))
+            sizes = mine.get_text_config().vocab_size, theirs.get_text_config().vocab_size
+            common = self.pair.both(sizes, (never_sampled(mine), never_sampled(theirs)))
+            self.matched = Matched(*common, cfg.distill.beta)
         self.named: set[str] = set()
 
     @property

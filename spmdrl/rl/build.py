@@ -21,7 +21,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
-from spmdrl.policy.models import Models, build_models, check_models
+from spmdrl.policy.models import Models, build_models, check_models, exclude_placeholders
 from spmdrl.policy.objectives.algorithm import Algorithm
 from spmdrl.rewards.load import check_cost, check_truths, load_reward, scores_timeouts
 from spmdrl.rl.compose import compose
@@ -161,6 +161,7 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
     cfg = session.cfg
     models = build_models(cfg, session.world, algo.needs)
     check_models(models, cfg, algo.needs, session.note)
+    exclude_placeholders(models, cfg)
     if models.policy and cfg.run.steps:
         check_frequencies(cfg, models.policy.hf_config)
     models.reading = reading_of(cfg, models.labels, read.tokenizer, read.prompts)

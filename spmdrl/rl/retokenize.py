@@ -258,17 +258,19 @@ class Pair:
             theirs.append(self.last[1])
         return Aligned(spans, theirs)
 
-    def both(self, sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def both(
+        self, sizes: tuple[int, int], excluded: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the student's and the teacher's ids of the M common tokens, int64 [M] each.
 
         Common tokens have the same string in both vocabularies. The two end-of-response tokens also count as common.
 
         sizes: vocabulary sizes of the student model and the teacher model, which may be smaller than those of their
-        tokenizers.
+        tokenizers. excluded: ids of student and teacher that do not count, because they have probability 0.
         """
         mine, theirs = (
-            {word: token for word, token in side.get_vocab().items() if token < size}
-            for side, size in zip((self.student, self.teacher), sizes, strict=True)
+            {word: token for word, token in side.get_vocab().items() if token < size and token not in left_out}
+            for side, size, left_out in zip((self.student, self.teacher), sizes, excluded, strict=True)
         )
         pairs = [(mine[word], theirs[word]) for word in mine.keys() & theirs.keys()]
         last = self.last

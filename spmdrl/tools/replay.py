@@ -154,6 +154,7 @@ def _weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | No
 def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
     """Return the step's model, with checkpointed or initial weights, and where the weights came from."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
+    from spmdrl.policy.models import placeholders
     from spmdrl.policy.self_check import choose_form
 
     head = "value" if which in ("critic", "cost_critic") else "lm"
@@ -161,6 +162,8 @@ def _build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | No
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
     # The run also called `choose_form`, so run and replay use the same form of the model and compute the same numbers.
     choose_form(model, which, f"--model.path {path or cfg.model.path}", logging.getLogger("spmdrl").info)
+    if head == "lm":
+        model.exclude(placeholders(cfg, cfg.model.path))
     # There is no optimizer step, so only the checkpoint's weights are loaded.
     model.optimizer, optimizer = None, model.optimizer
     folder = checkpoint and (checkpoint if which == "policy" else checkpoint / which)

@@ -141,7 +141,10 @@ def test_kernel_excluded_tokens_in_distillation(beta, dtype):
     close((ids, logp, rest), (kept()[places].double(), best, torch.log1p(-best.exp().sum(-1))), LIMIT[dtype])
     buckets = [torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in (s.gather(1, places), best)]
     # Some teachers report excluded tokens too; their probabilities go to the others.
-    mixed = torch.cat([ids, torch.full((T, 1), 8)], 1), torch.cat([logp - 0.5, logp.new_full((T, 1), math.log1p(-math.exp(-0.5)))], 1)
+    mixed = (
+        torch.cat([ids, torch.full((T, 1), 8)], 1),
+        torch.cat([logp - 0.5, logp.new_full((T, 1), math.log1p(-math.exp(-0.5)))], 1),
+    )
     cases = {
         "states": (StatesTeacher(states, head, 0.7), (s, t)),
         "top": (TopTeacher(ids, logp, rest), buckets),

@@ -15,7 +15,7 @@ from torch import nn
 from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
 from spmdrl.policy.attention.ulysses import total
-from spmdrl.policy.contract import Objective, Second, Shared
+from spmdrl.policy.contract import Objective, OutputHead, Second, Shared
 from spmdrl.policy.forward_plan import HeadRows, check_ids, for_losses
 from spmdrl.policy.heads import at_rows, sampled, stand_in
 from spmdrl.policy.megatron.attention import Pack, make_packs, pack_on_device
