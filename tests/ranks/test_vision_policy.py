@@ -2,18 +2,26 @@
 and a saved checkpoint is the model in transformers."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from spmdrl.config.divergence import DivergenceConfig
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.hub.vision import part_of
+from spmdrl.policy.contract import LossResult
 from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.models import build_models, exclude_placeholders
+from spmdrl.policy.objectives.distillation import DistillObjective, TargetReader
 from spmdrl.policy.objectives.likelihood import SftObjective
+from spmdrl.policy.objectives.tokens import TokenObjective
 from spmdrl.spmd.mesh import world_from_group
+from spmdrl.tracking.metrics import Metrics
 from tests.ranks.cases import build_policy, config, full_weights, gradients_of, relative, small_model
 from tests.ranks.harness import run_ranks
+from tests.unit.vision_models import tiny
 from tests.unit.vision_packs import ROWS, batch_of, facts, save
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "idefics3"]
@@ -115,6 +123,96 @@ def test_frozen_parts_stay_and_a_checkpoint_is_the_model(models, family, freeze,
     assert (alone_in(saved.eval(), vision, batch) - logp).abs().max() <= 1e-10
     assert json.loads((tmp_path / "c" / "model" / "config.json").read_text())["architectures"] == [type(saved).__name__]
     assert (tmp_path / "c" / "model" / "preprocessor_config.json").exists()
+
+
+class Reinforced(TokenObjective):
+    """A loss with gradients of logp and entropy, whose weights of tokens differ."""
+
+    temperature, second, columns = 1.0, "entropy", frozenset()
+
+    def __init__(self, peers, chunked):
+        self.peers, self.chunked = peers, chunked
+
+    def losses(self, logp, entropy, x):
+        return (0.1 * entropy - logp) * x["weight"] * (x["tokens"] % 5 - 1), {}
+
+    def columns_of(self, micro, shared):
+        return {"weight": self.weights(micro, shared), "tokens": micro.token["tokens"]}
+
+    def loss(self, micro, first_T, second_T, shared):
+        loss, metrics = self.losses(first_T, second_T, self.columns_of(micro, shared))[0].sum(), Metrics()
+        metrics.add_sum("loss", loss)
+        return LossResult(loss, metrics)
+
+    def token_loss(self, micro, shared):
+        return (self.losses, self.columns_of(micro, shared)) if self.chunked else None
+
+
+def without_placeholders(world, folder, family):
+    """Returns logp and entropy, gradients of updates, and what a teacher with the same weights tells a student."""
+    policy, batch, vision = build_policy(settings(folder), world), batch_of(family), facts(family)[0]
+    before = policy.logprobs(batch, 1.0)[0]
+    policy.exclude(vision.never)
+    numbers, found = policy.logprobs(batch, 1.0), []
+    top = policy.read(batch, 1.0, TargetReader(3, 320, torch.float64))[0]
+    reader = TargetReader(0, 320, torch.float64)
+    start = [p.detach().clone() for p in policy.shards]
+    for chunked in (True, False):
+        run = partial(policy.update, batch, Reinforced(world.data_peers, chunked))
+        found += gradients_of(policy, run)
+        for p, x in zip(policy.shards, start, strict=True):
+            p.data.copy_(x)
+    cfg = DivergenceConfig(beta=1.0)
+    objective = DistillObjective(cfg, reader, {"reference": policy.output_head()}, 1.0, world.data_peers)
+    objective.add_teacher(batch, "reference", policy)
+    stats = policy.update(batch, objective).reduce(lambda x, op: x)
+    return before, numbers, top, found, stats["divergence/mean"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_policy_without_placeholders_is_transformers_with_masked_logits(models, family):
+    from tests.unit.test_vision_policy import numbers_alone_in
+
+    before, (logp, entropy), top, found, divergence = run_ranks(without_placeholders, 1, models[family], family)[0]
+    vision, batch = facts(family)[0], batch_of(family)
+    hf = tiny(family, torch.float64)
+    want = numbers_alone_in(hf, vision, batch, vision.never)
+    assert max((a - b).abs().max() for a, b in zip((logp, entropy), want, strict=True)) <= 1e-10
+    mask = batch.token["mask"]
+    assert (logp - before)[mask].min() > 1e-6, "without placeholders, all other tokens are likelier"
+    assert not torch.isin(top[mask], torch.tensor(vision.never)).any()
+    factor = (batch.token["tokens"] % 5 - 1) / mask.sum()
+    ((0.1 * want[1] - want[0]) * factor).sum().backward()
+    gradients = {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+    for got in found:
+        # Norms go through float32, so gradients do too.
+        assert relative(gradients, got) <= 1e-5
+        assert not got.get("lm_head.weight", torch.zeros(320, 1))[list(vision.never)].any()
+    assert divergence == 0
+
+
+def excluded_ids(world, text, folder):
+    """Returns the excluded ids of the models of runs that start from a model for text, and from one that sees."""
+    out = []
+    for path, rank, needs in (
+        (text, 0, {"reference", "critic"}),
+        (folder, 0, {"reference", "process"}),
+        (folder, 2, {"reference"}),
+    ):
+        models = build_models(settings(path, lora={"rank": rank}), world, frozenset(needs))
+        exclude_placeholders(models, config(model={"path": path}))
+        # The reference of a policy with adapters is the policy without them.
+        found = {name: getattr(each, "policy", each).model for name, each in models.language_models().items()}
+        out.append({name: each.excluded for name, each in found.items()})
+    return out
+
+
+def test_the_language_models_of_a_run_exclude_the_placeholders_of_its_policy(models, tmp_path):
+    text, seeing, adapted = run_ranks(excluded_ids, 1, small_model(tmp_path / "m"), models["qwen3_vl"])[0]
+    never = facts("qwen3_vl")[0].never
+    assert text == {"policy": (), "reference": ()}
+    assert seeing == {"policy": never, "reference": never, "process": never}
+    assert adapted == {"policy": never, "reference": never}
 
 
 def on_text(world, folder):

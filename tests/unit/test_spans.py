@@ -197,5 +197,8 @@ def test_tokens_that_both_have_are_paired_by_their_string_and_the_ends_by_their_
     mine, theirs = (set(side.get_vocab()) for side in (pair.student, pair.teacher))
     assert {a for a, _ in words} == (mine & theirs) | {"</s>"} and len(mine & theirs) > 250
     assert len(torch.unique(student)) == len(student) == len(torch.unique(teacher))
+    fewer, theirs = pair.both((300, 380), ((int(student[5]),), (int(teacher[7]),)))
+    left = [i for i in range(len(student)) if i not in (5, 7)]
+    assert torch.equal(fewer, student[left]) and torch.equal(theirs, teacher[left])
     fewer, _ = pair.both((200, 380))
     assert fewer.tolist() == [token for token in student.tolist() if token < 200], "the model has no others"

@@ -45,15 +45,29 @@ def logp(model: PackedLM, batch: Batch, looks: bool = False) -> torch.Tensor:
 @torch.no_grad()
 def alone_in(hf, vision, batch: Batch) -> torch.Tensor:
     """Log p of the sampled tokens, each sequence alone in plain transformers."""
-    out = []
-    for ids, row in zip(batch.token["tokens"].split(batch.lengths.tolist()), batch.images or [], strict=True):
+    return numbers_alone_in(hf, vision, batch)[0]
+
+
+def numbers_alone_in(hf, vision, batch: Batch, excluded: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log p of the sampled tokens and entropies, each sequence alone in plain transformers, with masked logits."""
+    out, lengths = [], batch.lengths.tolist()
+    rows = zip(
+        *(batch.token[name].split(lengths) for name in ("tokens", "mask")),
+        batch.images or [],
+        strict=True,
+    )
+    for ids, mask, row in rows:
         place = positions(ids, row, vision)
         place = place[:, None] if vision.mrope else place[None]
         given = forward_inputs(row, vision)
         logits = hf(input_ids=ids[None], position_ids=place, use_cache=False, **given).logits[0]
-        found = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        out.append(torch.cat([found.new_zeros(1), found]))
-    return torch.cat(out) * batch.token["mask"]
+        found = logits[:-1].index_fill(1, torch.tensor(excluded, dtype=torch.int64), -torch.inf).log_softmax(-1)
+        entropy = -(found.exp() * found.masked_fill(found == -torch.inf, 0)).sum(-1)
+        # Placeholders in prompts are outside of the mask.
+        found = found.gather(1, ids[1:, None])[:, 0].masked_fill(~mask[1:], 0)
+        out.append(torch.nn.functional.pad(torch.stack([found, entropy]), (1, 0)))
+    logp, entropy = torch.cat(out, 1) * batch.token["mask"]
+    return logp, entropy
 
 
 def gradients(model: PackedLM, batch: Batch, looks: bool = False) -> dict[str, torch.Tensor]:
