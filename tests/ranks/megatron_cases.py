@@ -252,6 +252,14 @@ def children() -> list[str]:
     return (Path("/proc") / str(me) / "task" / str(me) / "children").read_text().split()
 
 
+def without_tokens(world, folders: dict, axes: dict, kind: str) -> tuple[torch.Tensor, ...]:
+    """Returns logp and entropy where some tokens are excluded, and the tokens."""
+    cfg, here, models = open_models(world, axes, {"algo": {"preset": "grpo", "kl_coef": 0.0}}, folders, kind)
+    batch = packed(cfg, here, synthetic_batch(), 4)
+    models.policy.exclude((2, 30, 46))
+    return *models.policy.logprobs(batch, 0.8), batch.token["tokens"]
+
+
 def parked(world, axes: dict, sections: dict, folders: dict) -> tuple:
     """Returns (metrics, weights) of two steps, without and with a stay on disk, and the bytes in each state."""
     out = []

@@ -15,7 +15,7 @@ from spmdrl.hub.folder import TINY
 from spmdrl.rl.compose import compose
 from tests.ranks.cases import VOCAB, config, small_model, synthetic_batch
 from tests.ranks.harness import run_ranks
-from tests.ranks.megatron_cases import by_backend, parked
+from tests.ranks.megatron_cases import by_backend, parked, without_tokens
 from tests.ranks.test_megatron_convert import BASE, EXPERTS, LATENT, vision
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -556,6 +556,14 @@ def test_a_vision_tower_is_saved_as_it_is(everything, root, folders):
     assert sum(n.startswith("visual.") for n in got) > 4
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     assert torch.equal(model.model.visual.merger.ln_q.weight, start["visual.merger.ln_q.weight"])
+
+
+def test_parity_of_excluded_tokens_over_a_divided_vocabulary(folders):
+    got = run_ranks(without_tokens, 2, folders["dense"], {"tp": 2}, "megatron")[0]
+    want = run_ranks(without_tokens, 1, folders["dense"], {}, "fsdp")[0]
+    assert torch.equal(got[2], want[2]) and torch.equal(got[0].isinf(), want[0].isinf()) and want[0].isinf().any()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
 
 
 def test_offload_changes_nothing(folders):
