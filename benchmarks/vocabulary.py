@@ -30,7 +30,7 @@ TARGET = 1.5
 """Minimum ratio of the peak with all logits to the peak of spmdrl."""
 
 
-def plain(states, weight, targets, temperature, *, entropy=True, softcap=None):
+def plain(states, weight, targets, temperature, *, entropy=True, **_):
     import torch
 
     log_p = torch.log_softmax((states @ weight.T).float() / temperature, -1)

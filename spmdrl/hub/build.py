@@ -140,7 +140,7 @@ def sees_images(config: Any) -> bool:
 
 
 def never_sampled(config: Any) -> tuple[int, ...]:
-    """Return the placeholder ids (`Vision.never`) of a model with a transformers config, empty without a tower."""
+    """Return the placeholder ids (`Vision.never`) of the model of a transformers config; empty if it has no tower."""
     return read_vision(config).never if sees_images(config) else ()
 
 
