@@ -8,13 +8,15 @@ Shapes: r LoRA rank, D input size of a layer, O output size of a layer.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spmdrl.data.batch import Batch
-from spmdrl.hub.lora import PREFIX, partner
+from spmdrl.hub.lora import PREFIX, partner, without_adapters
 from spmdrl.policy.contract import HeadFunction, OutputHead, Second
 from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.world import World
@@ -36,16 +38,26 @@ class BaseOf:
         """policy: a policy with adapters."""
         self.policy = policy
 
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        """Disable the policy's adapters and routing replay inside this context."""
+        routers, self.policy.routers = self.policy.routers, None
+        try:
+            with without_adapters(self.policy.model):
+                yield
+        finally:
+            self.policy.routers = routers
+
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implements `Policy.logprobs` with adapters disabled."""
-        with self.policy.base():
+        with self._without_adapters():
             return self.policy.logprobs(batch, temperature, second)
 
     def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
         """Implements `Policy.read` with adapters disabled."""
-        with self.policy.base():
+        with self._without_adapters():
             return self.policy.read(batch, temperature, function)
 
     def output_head(self) -> OutputHead:

@@ -9,7 +9,6 @@ averaged) over ranks. So the result does not depend on packing or on the number 
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from spmdrl.data.placeholders import COLUMN
 from spmdrl.health.status import tick
 from spmdrl.hub.build import empty_model
 from spmdrl.hub.encode import vision_of
-from spmdrl.hub.lora import attach, is_adapter, plain_name, without_adapters
+from spmdrl.hub.lora import attach, is_adapter, plain_name
 from spmdrl.hub.routing import Routers
 from spmdrl.policy.attention import packed
 from spmdrl.policy.attention.packed import own_attention, use_attention
@@ -190,16 +189,6 @@ class FsdpPolicy(Learner):
         """Implements `Policy.exclude`."""
         assert self.head == "lm"
         self.model.excluded = ids
-
-    @contextmanager
-    def base(self) -> Iterator[None]:
-        """Disable adapters and routing replay inside this context."""
-        routers, self.routers = self.routers, None
-        try:
-            with without_adapters(self.model):
-                yield
-        finally:
-            self.routers = routers
 
     # ── update ───────────────────────────────────────────────────────────────
 
