@@ -48,7 +48,7 @@ def with_images(batch: Batch, images: list[tuple[Payload, ...]], placeholder: in
         row = int(torch.nonzero(wanted_B != found_B)[0])
         raise ValueError(
             f"sequence {row} has {int(found_B[row])} placeholder tokens for images, but its {len(images[row])} images "
-            f"need {int(wanted_B[row])}: prompts must be expanded and must not be cut inside an image, and placeholders "
+            f"need {int(wanted_B[row])}: prompts must be expanded, must not be cut inside an image, and placeholders "
             "must not be sampled"
         )
     rows = zip(images, here_T.split(batch.lengths.tolist()), strict=True)
