@@ -5,8 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spmdrl.config.engines import engine_name
 from spmdrl.config.supervised import SupervisedConfig, sampling_run
+from spmdrl.data.placeholders import COLUMN
+from spmdrl.data.segment import Segment, prompt_segment
 from spmdrl.data.template_ends import job_template
 from spmdrl.data.tokens import Masked
 from spmdrl.engines.build import check_engine, prompt_limit, stop_tokens
@@ -31,16 +35,8 @@ class Generations:
 
         sequences: held-out sequences, identical on all ranks. Each sequence provides a prompt. Prompts that are too
         long for the model are skipped.
-
-        Raises:
-            ValueError: a sequence has images.
         """
         cfg, world = session.cfg, session.world
-        if any(sequence.images for sequence in sequences):
-            raise ValueError(
-                f"--generate.every {cfg.generate.every}: engines read text only, and rows of --data.eval have images; "
-                "leave the flag out"
-            )
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
         run = sampling_run(cfg, str(folder))
         check_engine(run, world.device.type == "cpu")
@@ -55,7 +51,7 @@ class Generations:
             pass
         longest, pairs = prompt_limit(run, folder, "generate.max_new_tokens"), map(split, sequences)
         self.pairs = [pair for pair in pairs if len(pair[0]) <= longest][: cfg.generate.prompts]
-        """For each prompt: (prompt tokens, reference answer tokens)."""
+        """For each prompt: (the prompt as a segment, reference answer tokens)."""
 
     def sample(self, step: int) -> list[dict]:
         """Sample an answer to each prompt, and return the rows for samples.jsonl. Collective.
@@ -69,7 +65,9 @@ class Generations:
             mine = list(enumerate(self.pairs))[self.world.engine_index :: self.world.engine_count]
             for i, (prompt, _) in mine:
                 seed = seed_for(self.cfg.run.seed, ANSWERS, i)
-                engine.submit(Request((i, 0, 0), prompt, seed, version, settings.max_new_tokens, settings.temperature))
+                tokens, images = prompt.tokens.tolist(), tuple(image for _, image in prompt.images)
+                most, temperature = settings.max_new_tokens, settings.temperature
+                engine.submit(Request((i, 0, 0), tokens, seed, version, most, temperature, images=images))
             while len(rows) < len(mine):
                 for done in engine.poll():
                     rows[done.key[0]] = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
@@ -80,7 +78,7 @@ class Generations:
         return [
             {
                 "step": step,
-                "prompt": self.tokenizer.decode(prompt),
+                "prompt": self.tokenizer.decode(prompt.readable()),
                 "completion": found[i],
                 "reference": self.tokenizer.decode(reference, skip_special_tokens=True),
             }
@@ -88,11 +86,17 @@ class Generations:
         ]
 
 
-def split(sequence: Masked) -> tuple[list[int], list[int]]:
-    """Return the tokens before a sequence's last trained span, and the tokens in that span."""
+def split(sequence: Masked) -> tuple[Segment, list[int]]:
+    """Return the tokens before a sequence's last trained span with their images, and the tokens in that span."""
     mask, tokens = sequence.mask.tolist(), sequence.tokens.tolist()
     end = len(mask) - mask[::-1].index(True)
     start = end
     while start and mask[start - 1]:
         start -= 1
-    return tokens[:start], tokens[start:end]
+    images = [(first_placeholder(sequence, begin), image) for image, begin, to in sequence.images if to <= start]
+    return prompt_segment(tokens[:start], tuple(images)), tokens[start:end]
+
+
+def first_placeholder(sequence: Masked, begin: int) -> int:
+    """Return the index of the first placeholder from token `begin` on. Marks of tiles may precede it."""
+    return begin + int(torch.nonzero(sequence.columns[COLUMN][begin:])[0])

@@ -34,7 +34,9 @@ def test_sft_on_images_learns_and_does_not_depend_on_the_number_of_ranks(family,
     model, rows = tiny.saved(family, tmp_path / "model"), drawings(tmp_path)
     flags = argv(
         f"--model.path {model} --model.dtype float32 --data.train {rows} --data.eval {rows} --data.rows-per-step 10 "
-        "--run.steps 12 --optimizer.lr 5e-3 --eval.every 12 --tracking.trackers jsonl --data.images-column images"
+        "--run.steps 12 --optimizer.lr 5e-3 --eval.every 12 --tracking.trackers jsonl --data.images-column images "
+        "--generate.every 12 --generate.prompts 4 --generate.max-new-tokens 6 --generate.temperature 0 "
+        "--generate.engine hf"
     )
     found = {}
     for ranks in (1, 2):
@@ -43,6 +45,11 @@ def test_sft_on_images_learns_and_does_not_depend_on_the_number_of_ranks(family,
     for one, two in zip(found[1], found[2], strict=True):
         for name in ("loss", "grad_norm"):
             assert one.get(name) == pytest.approx(two.get(name), rel=2e-4), (name, one, two)
+    said = [json.loads(line) for line in (tmp_path / "run2" / "samples.jsonl").read_text().splitlines()]
+    last = [row for row in said if row["step"] == 12]
+    assert len(last) == 4 and sum(row["completion"].strip() == row["reference"].strip() for row in last) >= 3, last
+    mark = "<image>" if family in tiny.TILED else "<|image_pad|>"
+    assert any(mark in row["prompt"] for row in last) and not any(2 * mark in row["prompt"] for row in last)
     losses = [row["eval/loss"] for row in found[1] if "eval/loss" in row]
     assert losses[-1] < 0.3 * losses[0], losses
 
@@ -75,7 +82,6 @@ def test_rows_with_images_are_refused_where_nothing_reads_them(tmp_path):
     model, rows = tiny.saved("qwen2_5_vl", tmp_path / "model"), drawings(tmp_path)
     flags = f"--model.path {model} --model.dtype float32 --data.train {rows} --run.steps 1 --tracking.trackers jsonl"
     cases = {
-        f"--data.eval {rows} --eval.every 1 --generate.every 1": "--generate.every 1: engines read text only",
         "--policy.backend megatron": "the batch has images, but this model does not read images, or not with this",
         "--sft.neftune 5": "--sft.neftune adds no noise to embeddings of images",
         "--model.path tiny": "the model reads text only",
