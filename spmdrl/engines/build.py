@@ -17,6 +17,8 @@ from spmdrl.hub.folder import read_config
 from spmdrl.spmd.world import World
 
 GIB = 1 << 30
+WRONG_ON_CPU = ("qwen3_5",)
+"""Families that read images and whose delta-net layers vLLM's CPU build computes wrongly, or refuses (float32)."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields that hold a model's number of experts per layer."""
 VLLM_TEMPERATURE = (0.01, 2.0)
@@ -82,16 +84,22 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     """Raise ValueError if the model is multimodal and the engine cannot run it.
 
     transformers has no causal language model class for models that take images or audio; the HF engine runs the
-    families that `hub/vision.py` lists. vLLM has classes for all of them, but vLLM's CPU build cannot run these models
-    without torchvision.
+    families that `hub/vision.py` lists. vLLM has classes for all of them, but its processors of others need torchvision,
+    which must not be installed beside its CPU build.
     """
     from transformers import AutoModelForCausalLM
 
     model = model_config(cfg)
+    if sees_images(model):
+        if engine == "vllm" and on_cpu and model.model_type in WRONG_ON_CPU:
+            raise ValueError(
+                f"--rollout.engine vllm: vLLM on a CPU cannot run {model.model_type}; take --rollout.engine hf"
+            )
+        return
     own = "AutoModelForCausalLM" in (getattr(model, "auto_map", None) or {})
     if own or type(model) in AutoModelForCausalLM._model_mapping:
         return
-    if engine == "hf" and not sees_images(model):
+    if engine == "hf":
         raise ValueError(
             f"--rollout.engine hf: transformers has no causal language model for {model.model_type}; take "
             "--rollout.engine vllm on a GPU"
@@ -103,7 +111,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
 def check_tp(cfg: Config, engine: str) -> None:
     """Raise ValueError if `--rollout.tp` ranks cannot split a model's heads, or a dense model's MLPs, evenly."""
     model, tp = model_config(cfg), cfg.rollout.tp
-    if problem := tp_problem(model, engine, tp, cfg.model.path):
+    if problem := tp_problem(model, engine, tp, cfg.model.path) or tower_problem(model, engine, tp, cfg.model.path):
         raise ValueError(problem)
     if engine == "hf" and tp > 1:
         from spmdrl.engines.hf.start import plan_of
@@ -137,6 +145,23 @@ def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> st
     return (
         f"--rollout.tp {tp}: {name} has {heads} attention heads and {kv} key-value heads"
         f"{f', and MLPs {width} wide' if width % tp else ''}, which {tp} ranks cannot share; {engine} takes {sizes}"
+    )
+
+
+def tower_problem(config: Any, engine: str, tp: int, name: str = "the model") -> str:
+    """Return an error message if vLLM cannot shard a vision tower over `tp` ranks, else ""."""
+    if engine != "vllm" or not sees_images(config):
+        return ""
+    tower = config.vision_config
+    heads = getattr(tower, "num_heads", None) or tower.num_attention_heads
+    # Qwen2-VL gives the width of its MLPs as a multiple of the tower's width.
+    width = getattr(tower, "intermediate_size", None) or int(tower.embed_dim * tower.mlp_ratio)
+    if heads % tp == 0 and width % tp == 0:
+        return ""
+    sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and width % n == 0)
+    return (
+        f"--rollout.tp {tp}: the vision tower of {name} has {heads} heads and MLPs {width} wide, which {tp} ranks cannot "
+        f"share; vllm takes {sizes}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmdrl.hub.folder import plain_errors
-from spmdrl.hub.vision import QWEN, Vision
+from spmdrl.hub.vision import MOST_TILES, QWEN, Vision
 from spmdrl.spmd.payload import Payload
 
 if TYPE_CHECKING:
@@ -55,6 +55,17 @@ def _check_sizes(processor: Any, vision: Vision) -> None:
             f"the image processor has {found}, but the model's config.json needs {wanted}: "
             "use the preprocessor_config.json of this model"
         )
+
+
+def most_tokens(processor: Any, vision: Vision) -> int:
+    """Return an upper bound of the number of features of an image of any size."""
+    if vision.tile is None:
+        # Images with sides of 1 to 200, the most that transformers takes, may exceed the limit of pixels.
+        return max(processor.size["longest_edge"] // (vision.patch * vision.merge) ** 2, 200)
+    if not processor.do_image_splitting:
+        return vision.tile_tokens
+    side = min(-(-processor.size["longest_edge"] // vision.tile), MOST_TILES)
+    return (side**2 + 1) * vision.tile_tokens
 
 
 def process_image(processor: Any, image: "Image", vision: Vision) -> Payload:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlavaConfig, Qwen2_5_VLConfig
+from transformers import LlavaConfig, Qwen2_5_VLConfig, Qwen3_5Config
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
@@ -14,7 +14,8 @@ from spmdrl.hub.folder import TINY
 from tests.ranks.cases import config
 
 HF = "--rollout.engine hf: transformers has no causal language model for llava; take --rollout.engine vllm on a GPU"
-VLLM = "--rollout.engine vllm: vLLM on a CPU cannot run qwen2_5_vl; it needs a GPU"
+LLAVA = "--rollout.engine vllm: vLLM on a CPU cannot run llava; it needs a GPU"
+VLLM = "--rollout.engine vllm: vLLM on a CPU cannot run qwen3_5; take --rollout.engine hf"
 
 
 def with_weights(folder) -> None:
@@ -27,7 +28,10 @@ def with_weights(folder) -> None:
         ("hf", True, LlavaConfig, HF),
         ("hf", False, LlavaConfig, HF),
         ("hf", True, Qwen2_5_VLConfig, ""),
-        ("vllm", True, Qwen2_5_VLConfig, VLLM),
+        ("vllm", True, Qwen2_5_VLConfig, ""),
+        ("vllm", True, Qwen3_5Config, VLLM),
+        ("vllm", False, Qwen3_5Config, ""),
+        ("vllm", True, LlavaConfig, LLAVA),
         ("vllm", False, Qwen2_5_VLConfig, ""),
     ],
 )

@@ -26,7 +26,7 @@ SPECIAL = [
 VOCAB = 320
 TEXT = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -39,7 +39,7 @@ TEXT = {
 }
 TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2}
 TOWER |= {"in_channels": 3, "initializer_range": 0.2}
-WIDE = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 DELTA = {
     "num_hidden_layers": 3,
@@ -83,20 +83,21 @@ def config(family: str) -> Any:
     import transformers
 
     ids = {"image_token_id": 6, "video_token_id": 7, "vision_start_token_id": 4, "vision_end_token_id": 5}
-    two, three = ROPE | {"mrope_section": [2, 3, 3]}, ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    two, three = ROPE | {"mrope_section": [4, 6, 6]}, ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     if family == "qwen2_vl":
-        tower = TOWER | {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
+        tower = TOWER | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
         made = transformers.Qwen2VLConfig(text_config=TEXT | {"rope_parameters": two}, vision_config=tower, **ids)
     elif family == "qwen2_5_vl":
         tower = TOWER | WIDE | {"window_size": 16, "fullatt_block_indexes": [1]}
         made = transformers.Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": two}, vision_config=tower, **ids)
     elif family == "qwen3_vl":
         tower = TOWER | WIDE | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        text = TEXT | {"head_dim": 16, "rope_parameters": three}
+        text = TEXT | {"head_dim": 32, "rope_parameters": three}
         made = transformers.Qwen3VLConfig(text_config=text, vision_config=tower, **ids)
     elif family == "qwen3_5":
         tower = TOWER | WIDE | {"num_position_embeddings": 64}
-        text = TEXT | DELTA | {"rope_parameters": three | {"partial_rotary_factor": 0.5}}
+        half = three | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
+        text = TEXT | DELTA | {"rope_parameters": half}
         made = transformers.Qwen3_5Config(text_config=text, vision_config=tower, **ids)
     elif family == "idefics3":
         text = TEXT | {"model_type": "llama"}

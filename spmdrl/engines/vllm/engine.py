@@ -31,10 +31,12 @@ from spmdrl.engines.engine import (
 )
 from spmdrl.engines.needs import Needs, cannot_load, check_filled, once, unfilled, watched_load
 from spmdrl.engines.vllm.copies import Copies, Row
+from spmdrl.engines.vllm.images import Images, places_of
 from spmdrl.engines.vllm.lora import Adapters
 from spmdrl.engines.vllm.options import quantizing, refusals_as_warnings
 from spmdrl.engines.vllm.read import likeliest
 from spmdrl.engines.vllm.start import start_llm
+from spmdrl.engines.vllm.vision import clear_features, vision_of
 from spmdrl.health.causes import out_of_memory
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import are_adapters
@@ -74,6 +76,8 @@ class VLLMEngine:
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
         self.kv_awake = self.weights_awake = True
         self.kinds = tensor_kinds(cfg)
+        vision = vision_of(cfg)
+        self.images = Images(vision, DTYPES[self.dtype]) if vision else None
         self.llm, self.packed = start_llm(cfg, world, self.experts is not None)
         # The attributes are typed as Any, because vLLM's public types do not cover its internals.
         self.engine: Any = self.llm.llm_engine
@@ -99,6 +103,10 @@ class VLLMEngine:
         check_request(request, self.version, self.longest, self.vision, self.kv_awake)
         name = name_of(request.key)
         assert name not in self.partial, f"request {request.key} is running already"
+        assert self.images or not request.images, "images for a model that reads text only"
+        prompt: Any = {"prompt_token_ids": request.prompt}
+        if self.images:
+            prompt = self.images.prompt(request.prompt, request.images)
         self.partial[name] = (request, [], [])
         if self.copies and not self.copies.take(name):
             return
@@ -115,7 +123,7 @@ class VLLMEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         adapter = self.adapters.request if self.adapters else None
-        self.engine.add_request(name, {"prompt_token_ids": request.prompt}, params, lora_request=adapter)
+        self.engine.add_request(name, prompt, params, lora_request=adapter)
 
     def poll(self) -> list[Completion]:
         """Implements `Engine.poll`."""
@@ -173,6 +181,10 @@ class VLLMEngine:
         """Implements `ReadingEngine.likeliest`, only for temperature 1."""
         check_version(version, self.version)
         assert temperature == 1 and not self.partial and not self.copies and not self.adapters
+        if self.images:
+            for request in requests:
+                # A placeholder without its image would be read as a word.
+                places_of(request.tokens, (), self.images.vision)
         return likeliest(self.engine, requests, k)
 
     def needs(self, entries: list[Entry]) -> Needs:
@@ -220,8 +232,8 @@ class VLLMEngine:
         self.version = version
 
     def reset_prefix_cache(self) -> None:
-        """Implements `Engine.reset_prefix_cache`. Without a reset, vLLM would reuse prefixes computed with older
-        weights.
+        """Implements `Engine.reset_prefix_cache`, also for features of images. Without a reset, vLLM would reuse
+        prefixes and features computed with older weights.
 
         Raises:
             StaleEngineError: vLLM cannot drop the prefixes, because a request is using part of the cache.
@@ -229,6 +241,9 @@ class VLLMEngine:
         # On GPU, the step in progress may still hold aborted requests, which the next step releases.
         for _ in range(2):
             if self.llm.reset_prefix_cache():
+                # Features of the current weights are computed again; dropping them is cheap, and sleep frees them.
+                if self.images:
+                    self.engine.reset_encoder_cache()
                 return
             if not self.partial and not self.copies:
                 self.engine.step()
@@ -268,6 +283,7 @@ class VLLMEngine:
                 self.weights = None
             if not self.weights_awake:
                 self.llm.wake_up(tags=["weights"])
+                clear_features(self.model)
                 self.weights_awake = True
         if what == "kv_cache" and not self.kv_awake:
             if self.cache:

@@ -23,7 +23,10 @@ import torch.distributed as dist
 from spmdrl.config.schema import Config
 from spmdrl.engines.vllm.copies import rank_within_engine
 from spmdrl.engines.vllm.cpu import Packed, name_shared_memory
+from spmdrl.engines.vllm.images import Images, plain_image
 from spmdrl.engines.vllm.options import build_llm, set_environment
+from spmdrl.engines.vllm.vision import vision_of
+from spmdrl.hub.build import DTYPES
 from spmdrl.spmd.exchange import broadcast_text
 from spmdrl.spmd.generators import unchanged_generators
 from spmdrl.spmd.mesh import apart_from_default
@@ -39,7 +42,8 @@ def model_of(llm: Any) -> Any:
 
 
 def rehearse(llm: Any, cfg: Config) -> None:
-    """Test a new engine, with whatever weights it has, by sampling two tokens from short prompts.
+    """Test a new engine, with whatever weights it has, by sampling two tokens from short prompts, and from an image if
+    the model reads images.
 
     Does nothing if the engine has data-parallel replicas. Collective over the engine.
 
@@ -56,9 +60,15 @@ def rehearse(llm: Any, cfg: Config) -> None:
     try:
         for length in sorted({min(n, longest) for n in PROMPTS if longest > 0}):
             engine.add_request(f"trial {length}", {"prompt_token_ids": [0] * length}, params)
+        if vision := vision_of(cfg):
+            ids, image = plain_image(1, vision)
+            if len(ids) < longest:
+                inputs = Images(vision, DTYPES[cfg.model.dtype]).prompt([0, *ids, 0], [image])
+                engine.add_request("trial image", inputs, params)
         while engine.has_unfinished_requests():
             engine.step()
         llm.reset_prefix_cache()
+        engine.reset_encoder_cache()
     except Exception as error:
         raise RuntimeError(
             f"--rollout.engine vllm: vLLM cannot run {cfg.model.path} in {cfg.model.dtype} on this device: "

@@ -1,0 +1,127 @@
+"""Gives vLLM the images of requests as it would get them from a processor of its own.
+
+Prompts are expanded already and pixels are those that the trainer reads (`hub/expand.py`, `hub/images.py`), so vLLM
+expands and processes nothing. Images have the names of their payloads, by which vLLM's caches of prefixes and of image
+features tell them apart. Written against vLLM 0.32, and checked against the code of 0.25.1.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from spmdrl.hub.vision import Vision
+from spmdrl.spmd.payload import Payload
+
+KEY = "image"
+"""vLLM's name for images among its kinds of media."""
+
+
+class Images:
+    """Makes vLLM's inputs for one model. Images that several running requests show are held once."""
+
+    def __init__(self, vision: Vision, dtype: torch.dtype):
+        """dtype: dtype of vLLM's model, to which transformers' models round pixels as well."""
+        self.vision, self.dtype = vision, dtype
+        self.items: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+    def prompt(self, ids: list[int], images: Sequence[Payload]) -> dict[str, Any]:
+        """Return vLLM's input for a prompt of expanded ids and its images, in the order of their placeholders.
+
+        Raises:
+            ValueError: placeholders and images disagree.
+        """
+        places = places_of(ids, images, self.vision)
+        if not images:
+            return {"type": "token", "prompt_token_ids": ids}
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        ranges = [PlaceholderRange(at, len(mask), None if all(mask) else torch.tensor(mask)) for at, mask in places]
+        counts = [each.get_num_embeds() for each in ranges]
+        assert counts == [image.tokens for image in images], f"vLLM counts {counts} image features"
+        return {
+            "type": "multimodal",
+            "prompt_token_ids": ids,
+            "mm_kwargs": MultiModalKwargsItems({KEY: [self._item(image) for image in images]}),
+            "mm_hashes": {KEY: [image.name for image in images]},
+            "mm_placeholders": {KEY: ranges},
+        }
+
+    def _item(self, image: Payload) -> Any:
+        item = self.items.get(image.name)
+        if item is None:
+            item = self.items[image.name] = _item_of(image, self.vision, self.dtype)
+        return item
+
+
+def _item_of(image: Payload, vision: Vision, dtype: torch.dtype) -> Any:
+    """Return vLLM's form of an image: the arguments of its model, and how those of several images are joined."""
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalFlatField,
+        MultiModalKwargsItem,
+    )
+
+    # The slices serve to cut joined tensors into images, which never happens here.
+    joined, stacked = MultiModalFlatField(slices=[slice(None)]), MultiModalBatchedField(keep_on_cpu=True)
+    pixels = image.pixels.to(dtype)
+    if vision.tile is None:
+        values = {"pixel_values": (pixels, joined), "image_grid_thw": (torch.tensor(image.grid), stacked)}
+    else:
+        mask = torch.ones(len(pixels), vision.tile, vision.tile, dtype=torch.int64)
+        values = {
+            "pixel_values": (pixels, joined),
+            "pixel_attention_mask": (mask, joined),
+            "num_patches": (torch.tensor(len(pixels)), stacked),
+        }
+    return MultiModalKwargsItem({name: MultiModalFieldElem(data, field) for name, (data, field) in values.items()})
+
+
+def places_of(ids: Sequence[int], images: Sequence[Payload], vision: Vision) -> list[tuple[int, list[bool]]]:
+    """Return each image's place in expanded ids: the index of its first placeholder, and a mask that is True for
+    placeholders and ends with the last one. Other tokens of the mask are the marks of tiles.
+
+    Raises:
+        ValueError: ids and images have unlike numbers of features, a video's placeholder is in the ids, or other tokens
+            split an image that has no tiles.
+    """
+    video = vision.video
+    if video is not None and video in ids:
+        raise ValueError(f"a prompt has the placeholder of a video (token {video}): give its frames as images")
+    found = [at for at, token in enumerate(ids) if token == vision.image]
+    wanted = sum(image.tokens for image in images)
+    if len(found) != wanted:
+        raise ValueError(
+            f"a prompt has {len(found)} placeholders of image features (token {vision.image}), but its {len(images)} "
+            f"images have {wanted} features: give expanded ids (hub/expand.py) and the images that they show"
+        )
+    out, done = [], 0
+    for image in images:
+        mine, done = found[done : done + image.tokens], done + image.tokens
+        mask = [token == vision.image for token in ids[mine[0] : mine[-1] + 1]]
+        if vision.tile is None and not all(mask):
+            raise ValueError(f"the {image.tokens} placeholders of an image from token {mine[0]} on have others between")
+        out.append((mine[0], mask))
+    return out
+
+
+def plain_image(tokens: int, vision: Vision) -> tuple[list[int], Payload]:
+    """Return expanded ids that show one image of plain colour, without marks, and the image.
+
+    The image has as many features as fit into `tokens`, but at least those of one patch or tile.
+    """
+    if vision.tile is None:
+        rows = max(math.isqrt(tokens), 1)
+        columns = max(tokens // rows, 1)
+        grid, count = (1, rows * vision.merge, columns * vision.merge), rows * columns
+        shape = (grid[1] * grid[2], 3 * vision.frames * vision.patch**2)
+        tiles = None
+    else:
+        number = max(tokens // vision.tile_tokens, 1)
+        grid, tiles, count = None, (0, 0), number * vision.tile_tokens
+        shape = (number, 3, vision.tile, vision.tile)
+    # The models take tiles of zeros for padding.
+    return [vision.image] * count, Payload(f"plain {count}", torch.ones(shape), count, grid, tiles)
