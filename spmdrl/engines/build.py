@@ -84,8 +84,8 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     """Raise ValueError if the model is multimodal and the engine cannot run it.
 
     transformers has no causal language model class for models that take images or audio; the HF engine runs the
-    families that `hub/vision.py` lists. vLLM has classes for all of them, but its processors of others need torchvision,
-    which must not be installed beside its CPU build.
+    families that `hub/vision.py` lists. vLLM has classes for all of them, but its processors of other families need
+    torchvision, which must not be installed beside its CPU build.
     """
     from transformers import AutoModelForCausalLM
 
@@ -160,8 +160,8 @@ def tower_problem(config: Any, engine: str, tp: int, name: str = "the model") ->
         return ""
     sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and width % n == 0)
     return (
-        f"--rollout.tp {tp}: the vision tower of {name} has {heads} heads and MLPs {width} wide, which {tp} ranks cannot "
-        f"share; vllm takes {sizes}"
+        f"--rollout.tp {tp}: the vision tower of {name} has {heads} heads and MLPs {width} wide, which {tp} ranks "
+        f"cannot share; vllm takes {sizes}"
     )
 
 

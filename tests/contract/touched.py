@@ -7,7 +7,9 @@ what is imported, engine arguments and environment variables are read off the co
 
 VLLM = {
     "vllm.LLM": "llm_engine reset_prefix_cache sleep wake_up",
-    "vllm.v1.engine.llm_engine.LLMEngine": ("add_request step abort_request model_executor engine_core"),
+    "vllm.v1.engine.llm_engine.LLMEngine": (
+        "add_request step abort_request reset_encoder_cache model_executor engine_core"
+    ),
     "vllm.v1.engine.core_client.InprocClient": "shutdown execute_dummy_batch",
     "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher": "driver_worker _distributed_args",
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
@@ -23,6 +25,18 @@ VLLM = {
     "vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA": "sharded_to_full_mapping sharded_to_full_mapping_gpu",
     "vllm.lora.layers.fused_moe.FusedMoEWithLoRA": "adapter_enabled",
     "vllm.model_executor.models.utils.WeightsMapper": "get_rename_mapper",
+    "vllm.model_executor.models.registry._ModelRegistry": "models register_model",
+    "vllm.model_executor.models.registry._LazyRegisteredModel": "load_model_cls",
+    "vllm.multimodal.registry.MultiModalRegistry": "register_processor",
+    # `engines/vllm/vision.py` overrides these.
+    "vllm.multimodal.processing.context.BaseProcessingInfo": "get_supported_mm_limits get_mm_max_tokens_per_item",
+    "vllm.model_executor.models.qwen2_vl.Qwen2VLForConditionalGeneration": "compute_logits",
+    "vllm.model_executor.models.qwen2_5_vl.Qwen2_5_VLForConditionalGeneration": "compute_logits",
+    "vllm.model_executor.models.qwen3_vl.Qwen3VLForConditionalGeneration": "compute_logits deepstack_input_embeds",
+    "vllm.model_executor.models.idefics3.Idefics3ForConditionalGeneration": "compute_logits",
+    "vllm.multimodal.inputs.PlaceholderRange": "get_num_embeds",
+    "vllm.inputs.engine.MultiModalInput": "type prompt_token_ids mm_kwargs mm_hashes mm_placeholders",
+    "vllm.engine.arg_utils.EngineArgs": "mm_processor_cache_gb skip_mm_profiling",
     "vllm.outputs.RequestOutput": "request_id outputs finished",
     "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason routed_experts",
     "vllm.logprobs.Logprob": "logprob",

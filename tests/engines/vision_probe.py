@@ -1,4 +1,4 @@
-"""Real vLLM samples from prompts with images, measured against transformers; `test_vllm_images.py` holds it to the laws.
+"""Real vLLM samples from prompts with images, measured against transformers; `test_vllm_images.py` holds the bounds.
 
     python -m tests.engines.vision_probe /tmp/facts qwen2_5_vl qwen3_vl lora
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ImageOps
 
 from spmdrl.config.schema import Config
 from spmdrl.hub.expand import expand
@@ -45,7 +46,7 @@ class Probe:
 
         check_engine(cfg, True)
         world = start(cfg.parallel, 1, "cpu", 60.0)
-        self.policy: Any = FsdpPolicy(cfg, world, 1)
+        self.policy: Any = FsdpPolicy(cfg, world, 1, adapt=True)
         self.engine: Any = build_engine(cfg, world, {2})
         self.transfer = Transfer(world, self.policy, self.engine, torch.float32, 1 << 20, pushed_parts(cfg))
         self.world, self.family = world, family
@@ -55,7 +56,8 @@ class Probe:
         self.vision = read_vision(self.hf.config, self.tokenizer)
         processor = load_processor(folder, self.vision)
         pictures = vision_models.images(3, seed=4)
-        pictures.append(pictures[0].transpose(0))  # mirrored: the tokens are those of the first image
+        # A mirrored image has the tokens of the first one.
+        pictures.append(ImageOps.mirror(pictures[0]))
         self.images = [process_image(processor, picture, self.vision) for picture in pictures]
         self.count = 0
 
@@ -80,7 +82,8 @@ class Probe:
         for name, weight in self.policy.named_weights():
             if part in name:
                 local = weight.to_local()
-                local.add_(size * local.std().nan_to_num(1).clamp(min=0.1) * torch.randn(local.shape, generator=generator))
+                scale = size * local.std().nan_to_num(1).clamp(min=0.1)
+                local.add_(scale * torch.randn(local.shape, generator=generator))
                 seen += 1
         assert seen, f"no weight of {part}"
         self.policy.version += 1

@@ -131,7 +131,9 @@ def adapted(model: Any, vision: Vision, most: int, dtype: torch.dtype) -> Any:
             return logits_BV if logits_BV is None else hide(logits_BV, never)
 
     Adapted.__name__, Adapted.__qualname__, Adapted.__module__ = model.__name__, model.__qualname__, model.__module__
-    return MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=lambda info: None)(Adapted)
+    # vLLM's types want subclasses of its own, whose other methods nothing calls.
+    registry: Any = MULTIMODAL_REGISTRY
+    return registry.register_processor(Processor, info=Info, dummy_inputs=lambda info: None)(Adapted)
 
 
 def hide(logits_BV: torch.Tensor, never: list[int]) -> torch.Tensor:
