@@ -85,7 +85,9 @@ def test_placeholders_are_never_sampled(measured, family):
 def test_requests_whose_ids_and_images_disagree_are_refused(measured, family):
     facts = measured[family]["refusals"]
     for name in ("an image too few", "without images", "not expanded"):
-        assert facts[name].startswith("ValueError: a prompt has ") and "expanded ids" in facts[name], facts
+        assert facts[name].startswith("ValueError: request (") and "placeholders of image features" in facts[name], (
+            facts
+        )
     assert facts.get("video", "ValueError: a prompt has the placeholder of a video").startswith("ValueError: a prompt")
     assert facts["left"] == 0 and facts["held images"] <= 4
 

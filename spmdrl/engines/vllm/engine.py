@@ -22,6 +22,7 @@ from spmdrl.engines.engine import (
     ScoreRequest,
     StaleEngineError,
     check_device,
+    check_placeholders,
     check_request,
     check_version,
     longest_sequence,
@@ -31,12 +32,12 @@ from spmdrl.engines.engine import (
 )
 from spmdrl.engines.needs import Needs, cannot_load, check_filled, once, unfilled, watched_load
 from spmdrl.engines.vllm.copies import Copies, Row
-from spmdrl.engines.vllm.images import Images, places_of
+from spmdrl.engines.vllm.images import Images
 from spmdrl.engines.vllm.lora import Adapters
 from spmdrl.engines.vllm.options import quantizing, refusals_as_warnings
 from spmdrl.engines.vllm.read import likeliest
 from spmdrl.engines.vllm.start import start_llm
-from spmdrl.engines.vllm.vision import clear_features, vision_of
+from spmdrl.engines.vllm.vision import clear_features
 from spmdrl.health.causes import out_of_memory
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import are_adapters
@@ -76,8 +77,7 @@ class VLLMEngine:
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
         self.kv_awake = self.weights_awake = True
         self.kinds = tensor_kinds(cfg)
-        vision = vision_of(cfg)
-        self.images = Images(vision, DTYPES[self.dtype]) if vision else None
+        self.images = Images(self.vision, DTYPES[self.dtype]) if self.vision else None
         self.llm, self.packed = start_llm(cfg, world, self.experts is not None)
         # The attributes are typed as Any, because vLLM's public types do not cover its internals.
         self.engine: Any = self.llm.llm_engine
@@ -103,7 +103,6 @@ class VLLMEngine:
         check_request(request, self.version, self.longest, self.vision, self.kv_awake)
         name = name_of(request.key)
         assert name not in self.partial, f"request {request.key} is running already"
-        assert self.images or not request.images, "images for a model that reads text only"
         prompt: Any = {"prompt_token_ids": request.prompt}
         if self.images:
             prompt = self.images.prompt(request.prompt, request.images)
@@ -181,10 +180,8 @@ class VLLMEngine:
         """Implements `ReadingEngine.likeliest`, only for temperature 1."""
         check_version(version, self.version)
         assert temperature == 1 and not self.partial and not self.copies and not self.adapters
-        if self.images:
-            for request in requests:
-                # A placeholder without its image would be read as a word.
-                places_of(request.tokens, (), self.images.vision)
+        for request in requests:
+            check_placeholders("a sequence to score", request.tokens, (), self.vision)
         return likeliest(self.engine, requests, k)
 
     def needs(self, entries: list[Entry]) -> Needs:

@@ -31,7 +31,7 @@ class Images:
         """Return vLLM's input for a prompt of expanded ids and its images, in the order of their placeholders.
 
         Raises:
-            ValueError: placeholders and images disagree.
+            ValueError: see `places_of`.
         """
         places = places_of(ids, images, self.vision)
         if not images:
@@ -84,20 +84,16 @@ def places_of(ids: Sequence[int], images: Sequence[Payload], vision: Vision) -> 
     """Return each image's place in expanded ids: the index of its first placeholder, and a mask that is True for
     placeholders and ends with the last one. Other tokens of the mask are the marks of tiles.
 
+    Ids and images are those of a request that passed `check_request`.
+
     Raises:
-        ValueError: ids and images have unlike numbers of features, a video's placeholder is in the ids, or other tokens
-            split an image that has no tiles.
+        ValueError: a video's placeholder is in the ids, or other tokens split an image that has no tiles.
     """
     video = vision.video
     if video is not None and video in ids:
         raise ValueError(f"a prompt has the placeholder of a video (token {video}): give its frames as images")
     found = [at for at, token in enumerate(ids) if token == vision.image]
-    wanted = sum(image.tokens for image in images)
-    if len(found) != wanted:
-        raise ValueError(
-            f"a prompt has {len(found)} placeholders of image features (token {vision.image}), but its {len(images)} "
-            f"images have {wanted} features: give expanded ids (hub/expand.py) and the images that they show"
-        )
+    assert len(found) == sum(image.tokens for image in images), "`check_request` compares the numbers of features"
     out, done = [], 0
     for image in images:
         mine, done = found[done : done + image.tokens], done + image.tokens

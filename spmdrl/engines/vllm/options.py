@@ -11,10 +11,10 @@ import torch
 
 from spmdrl.config.engines import pushed_parts, sleep_level, starts_empty
 from spmdrl.config.schema import Config
-from spmdrl.engines.engine import longest_sequence, model_config, without_quantization
+from spmdrl.engines.engine import longest_sequence, model_config, model_vision, without_quantization
 from spmdrl.engines.vllm.cpu import CPU_BLOCK, CPU_KV_BYTES, cpu_kv_bytes
 from spmdrl.engines.vllm.lora import lora_options
-from spmdrl.engines.vllm.vision import vision_of, vision_options
+from spmdrl.engines.vllm.vision import vision_options
 from spmdrl.hub.resolve import resolve
 
 GPU_BLOCK = 16
@@ -223,7 +223,7 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     whole = model_config(cfg)
     config = whole.get_text_config()
     # Comes first, because vLLM looks for the model's class in whatever follows.
-    images = vision_options(cfg, vision, on_cpu) if (vision := vision_of(cfg)) else {}
+    images = vision_options(cfg, vision, on_cpu) if (vision := model_vision(cfg)) else {}
     options = images | (_cpu_options(cfg, config, folder, longest) if on_cpu else _gpu_options(cfg, config))
     if kv_bytes := int(cfg.rollout.kv_cache_gib * 2**30):
         options["kv_cache_memory_bytes"] = kv_bytes

@@ -18,18 +18,12 @@ import torch
 from spmdrl.config.schema import Config
 from spmdrl.engines.engine import longest_sequence, model_config
 from spmdrl.engines.vllm.images import KEY, Images, plain_image
-from spmdrl.hub.build import DTYPES, sees_images
+from spmdrl.hub.build import DTYPES
 from spmdrl.hub.images import load_processor, most_tokens
 from spmdrl.hub.resolve import resolve
-from spmdrl.hub.vision import Vision, read_vision
+from spmdrl.hub.vision import Vision
 
 QWEN2 = "transformers.models.qwen2_vl"
-
-
-def vision_of(cfg: Config) -> Vision | None:
-    """Return the facts of the run's model, without the marks of tiles, or None if it reads text only."""
-    config = model_config(cfg)
-    return read_vision(config) if sees_images(config) else None
 
 
 def largest_image(cfg: Config, vision: Vision) -> int:
