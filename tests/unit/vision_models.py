@@ -95,9 +95,10 @@ def config(family: str) -> Any:
         text = TEXT | {"head_dim": 32, "rope_parameters": three}
         made = transformers.Qwen3VLConfig(text_config=text, vision_config=tower, **ids)
     elif family == "qwen3_5":
-        tower = TOWER | WIDE | {"num_position_embeddings": 64}
+        # Narrower than the others, as its recurrent layers compute in float32 and would round more.
+        tower = TOWER | WIDE | {"num_position_embeddings": 64, "out_hidden_size": 32}
         half = three | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
-        text = TEXT | DELTA | {"rope_parameters": half}
+        text = TEXT | DELTA | {"hidden_size": 32, "rope_parameters": half}
         made = transformers.Qwen3_5Config(text_config=text, vision_config=tower, **ids)
     elif family == "idefics3":
         text = TEXT | {"model_type": "llama"}
