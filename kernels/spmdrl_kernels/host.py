@@ -130,7 +130,9 @@ def host_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor |
     """Compute `F.linear`, [..., K] -> [..., N], by this module's matmul if it is faster than torch's."""
     if takes(x, weight_NK):
         return _Linear.apply(x, weight_NK, bias_N)  # type: ignore[return-value]
-    return torch.nn.functional.linear(x, weight_NK, bias_N)
+    # torch multiplies rows that lie apart, such as the last token of each prompt, by one copy of the weight per row:
+    # bfloat16 rows [48, 1, 576] by a weight [49152, 576] took 10.7 s and 2.4 GiB instead of 0.04 s.
+    return torch.nn.functional.linear(x.contiguous() if x.is_cpu else x, weight_NK, bias_N)
 
 
 class HostLinear(torch.nn.Linear):

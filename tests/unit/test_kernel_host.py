@@ -140,3 +140,13 @@ def test_kernel_host_products_of_bfloat16_sum_in_float32(dtype, add, monkeypatch
     exact = left.double().t() @ right.double() + (total.double() if add else 0.0)
     outer_(total, left, right, add)
     assert ((total.double() - exact).abs() <= exact.abs() * step + 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_host_copies_no_weight_for_rows_that_lie_apart(dtype):
+    """The HF engine multiplies the last token of each prompt by the head; torch would copy the head for each row."""
+    linear, x_BTK = layer(64, 96, False)[0].to(dtype).requires_grad_(False), make(5, 7, 64).to(dtype)
+    with torch.inference_mode(), torch.profiler.profile() as seen:
+        found = linear(x_BTK[:, -1:])
+    assert torch.equal(found, torch.nn.functional.linear(x_BTK[:, -1:].contiguous(), linear.weight))
+    assert not {"aten::bmm", "aten::expand"} & {event.key for event in seen.key_averages()}
