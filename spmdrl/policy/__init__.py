@@ -12,6 +12,7 @@ heads.py        computes logp and entropy, or a value, for every token in the lo
 vision.py       images in the forward pass of a packed batch
 self_check.py   finds the fastest correct way to run a model: shared prompts, packed, one sequence at a time
 probe.py        measures how far each way to run a model deviates from plain transformers
+probe_images.py runs test sequences with images for the probe
 liger.py        records what Liger's kernels replace in a model, so that the self-check can undo it
 labels.py       the labels of a reward model that is configured by a file
 remote.py       a frozen model on separate ranks

@@ -1,10 +1,10 @@
 """Measures how far each form of running packed batches (`heads.Form`) deviates from plain transformers.
 
 Three short sequences are run through the model as one packed batch, and one by one through plain transformers. The
-comparison covers the hidden states of all tokens, a gradient, and the outputs of the head. In 16-bit dtypes, rounding
-can hide small errors, so two more tests check for leaks between sequences: whether the gradient of a sequence reaches
-tokens of another sequence, and whether its states change when the other sequences change. `self_check.py` uses the
-results.
+comparison covers the hidden states of all tokens, a gradient, the outputs of the head, and if the model reads images,
+states behind an image (`probe_images.py`). In 16-bit dtypes, rounding can hide small errors, so two more tests check
+for leaks between sequences: whether the gradient of a sequence reaches tokens of another sequence, and whether its
+states change when the other sequences change. `self_check.py` uses the results.
 
 Shapes: T tokens in the three sequences, D hidden size.
 """
@@ -22,6 +22,7 @@ from spmdrl.policy.attention.packed import own_attention, with_attention
 from spmdrl.policy.forward_plan import ForwardPlan
 from spmdrl.policy.heads import Form
 from spmdrl.policy.liger import without_liger
+from spmdrl.policy.probe_images import image_states
 from spmdrl.spmd.exchange import all_reduce
 
 log = logging.getLogger("spmdrl")
@@ -216,6 +217,9 @@ def probe(policy: Any, form: Form, expected: Sequences) -> Found:
     policy.model.form = form
     try:
         _compare(policy, form, expected, found)
+        if policy.model.vision is not None and found.right:
+            off = difference(*image_states(policy, ordinary_tokens(policy.hf_config)), policy.compute)
+            found.add("states of sequences with images differ by", off, FORWARD[policy.compute])
     except ConfigError:  # The kernel in the settings does not support this model.
         raise
     except Exception as error:

@@ -4,12 +4,14 @@ and a saved checkpoint is the model in transformers."""
 import json
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from spmdrl.config.divergence import DivergenceConfig
 from spmdrl.config.schema import ParallelConfig
+from spmdrl.hub.encode import encode
 from spmdrl.hub.vision import part_of
 from spmdrl.policy.contract import LossResult
 from spmdrl.policy.fsdp.policy import FsdpPolicy
@@ -17,6 +19,7 @@ from spmdrl.policy.models import build_models, exclude_placeholders
 from spmdrl.policy.objectives.distillation import DistillObjective, TargetReader
 from spmdrl.policy.objectives.likelihood import SftObjective
 from spmdrl.policy.objectives.tokens import TokenObjective
+from spmdrl.policy.self_check import choose_form
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Metrics
 from tests.ranks.cases import build_policy, config, full_weights, gradients_of, relative, small_model
@@ -242,3 +245,32 @@ def refused(world, folder):
 
 def test_a_part_that_the_model_lacks_is_refused(tmp_path):
     assert "--model.freeze vision" in run_ranks(refused, 1, small_model(tmp_path / "m"))[0]
+
+
+def looks(world, folders):
+    """Checks each family as at a job's start; returns what the check says, alone and with features out of place."""
+    out = {}
+    for family, folder in folders.items():
+        said = []
+        policy = build_policy(settings(folder, policy={"share_prompts": True}), world)
+        choose_form(policy, "policy", "--model.path x", said.append)
+        with patch("spmdrl.policy.heads.encode", lambda *given: shifted(encode(*given))):
+            choose_form(policy, "policy", "--model.path x", said.append)
+        out[family] = *said, policy.form
+    return out
+
+
+def shifted(given: dict) -> dict:
+    """Gives every placeholder the feature of the next one, as a wrong order of images would."""
+    found = given["mm_encoder_outputs"]["image"].pooler_output
+    parts = [found] if torch.is_tensor(found) else list(found)
+    for part in parts:
+        part.copy_(part.roll(1, 0))
+    return given
+
+
+def test_the_self_check_looks_at_images(models):
+    """Packs in which features reach other placeholders are not used; transformers' own form, one sequence each, is."""
+    for family, (right, wrong, form) in run_ranks(looks, 2, models)[0].items():
+        assert "packed, tree" in right, (family, right)
+        assert "states of sequences with images differ by" in wrong and form == "apart", (family, wrong)
