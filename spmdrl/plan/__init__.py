@@ -7,6 +7,7 @@ kinds.py          groups ranks that need the same memory and traffic
 Simulating one rank on meta tensors (tensors without data):
 rank.py           builds the rank: its world, its models (from config.json files only) and its engine
 step.py           runs one training step on a batch of full-length sequences
+images.py         assumes which images the prompts show
 passes.py         runs and measures only a few micro-batches of each pass in the step
 boxes.py          computes the boxes (slices of weight tensors) that all ranks hold and need
 push.py           plans how training ranks send updated weights to the engines

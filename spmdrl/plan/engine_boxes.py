@@ -30,6 +30,12 @@ WHOLE = (
 )
 """Modules and tensors, besides norms, that are replicated on every rank."""
 VOCAB = ("embed_tokens", "lm_head")
+TOWER_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "linear_fc1")
+"""Linear layers of a vision tower whose outputs are sharded over the tp ranks."""
+TOWER_ROWS = ("proj", "out_proj", "down_proj", "fc2", "linear_fc2")
+"""Linear layers of a vision tower whose inputs are sharded over the tp ranks."""
+MERGER = {"mlp.0": "fc1", "mlp.2": "fc2"}
+"""Layers without names in the projectors of Qwen2-VL and Qwen2.5-VL, and the tower's layers that are sharded alike."""
 
 
 def experts_of(config: Any) -> int:
@@ -43,9 +49,9 @@ class Cut:
 
     boxes: list[Box]
     """Slices of the tensor, or an empty list if the rank holds none of it."""
-    group: Literal["vocabulary", "linear", "expert", "whole", "unknown"] = "whole"
-    """The layer type, which determines padding and quantization; `unknown` means that no rule matches the name and the
-    full tensor is counted."""
+    group: Literal["vocabulary", "linear", "expert", "table", "whole", "unknown"] = "whole"
+    """The layer type, which determines padding and quantization. `table` is an embedding of positions. `unknown` means
+    that no rule matches the name and the full tensor is counted."""
 
 
 class EngineLayout:
@@ -65,6 +71,7 @@ class EngineLayout:
         self.layers = self.config.num_hidden_layers
         self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
         self.tower = read_vision(config).tower.rpartition(".")[2] if sees_images(config) else None
+        self.whole_config = config
 
     def check(self) -> None:
         """Check, as vLLM and SGLang do, that tp divides the heads and, in a dense model, the MLP width.
@@ -108,6 +115,10 @@ class EngineLayout:
         bias = parts[-1] == "bias"
         module = parts[-2] if parts[-1] in ("weight", "bias") else parts[-1]
         tp = place % self.tp
+        if self.tower in parts:
+            return self._tower(name, shape, tp, bias)
+        if "modality_projection" in parts:
+            return Cut(whole, "linear")
         if module in VOCAB:
             ranks = self.vocab_ranks(module)
             rows = self.vocab_rows(module, shape[0])
@@ -146,6 +157,26 @@ class EngineLayout:
         if module in ("o_proj", "dense"):
             return Cut([tuple((0, n) for n in shape) if bias else _part(shape, 1, tp, self.tp)], "linear")
         return None
+
+    def _tower(self, name: str, shape: tuple[int, ...], tp: int, bias: bool) -> Cut:
+        """Return the part of a vision tower's tensor, which vLLM and SGLang shard over the tp ranks of a replica."""
+        whole: Box = tuple((0, n) for n in shape)
+        layer = name.rpartition(".")[0]
+        module = next((alike for end, alike in MERGER.items() if layer.endswith(end)), layer.rpartition(".")[2])
+        if "embed" in name:
+            return Cut([whole], "table" if len(shape) == 2 else "whole")
+        if "norm" in module or module == "ln_q":
+            return Cut([whole])
+        if module == "qkv":
+            third = shape[0] // 3
+            step = third // self.tp
+            starts = [at + tp * step for at in (0, third, 2 * third)]
+            return Cut([_rows(shape, start, start + step) for start in starts], "linear")
+        if module in TOWER_COLUMNS:
+            return Cut([_part(shape, 0, tp, self.tp)], "linear")
+        if module in TOWER_ROWS:
+            return Cut([whole if bias else _part(shape, 1, tp, self.tp)], "linear")
+        return Cut([whole], "unknown")
 
     def _kv_rows(self, rows: int, tp: int) -> Span:
         """Return a tp rank's range of key or value rows. If there are more ranks than heads, rows are replicated."""

@@ -21,6 +21,7 @@ from spmdrl.engines.vllm.options import GPU_BLOCK
 from spmdrl.hub.build import DTYPES, language_model_class
 from spmdrl.hub.lora import ALL_LINEAR, is_adapter
 from spmdrl.plan.engine_boxes import Cut, EngineLayout, Kind
+from spmdrl.plan.images import encoder_bytes
 from spmdrl.weights.boxes import Entry, size
 from spmdrl.weights.experts import Layout, full_box
 
@@ -86,6 +87,8 @@ def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
     - `hidden states` covers the residual, a layer's input and the widest layer's output, each [T, ...].
     - `experts` covers vLLM's two workspaces, each [T over all replicas, K, max(H, 2I)]
       (`TritonExperts.workspace_shapes`).
+    - `images` covers the vision tower and the features of as many image tokens as a forward pass has tokens
+      (`MultiModalBudget`).
     - `latent prefill` covers the keys and values that latent attention decompresses during prefill, for up to 65,536
       cached tokens (`MLACommonMetadataBuilder`).
     """
@@ -108,6 +111,8 @@ def workspace_of(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: in
         cached = min(max(8 * longest, 4 * rows * MLA_BLOCK), 65536)
         unpacked = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
         out["latent prefill"] = cached * (rank + text.qk_rope_head_dim + unpacked) * width
+    if layout.tower:
+        out["images"] = encoder_bytes(layout.whole_config, tokens, layout.tp if layout.kind != "hf" else 1, width)
     out["rotary tables"] = rotary_bytes(text)
     out["communication and graphs"] = OUTSIDE
     return out

@@ -9,6 +9,7 @@ import torch
 from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
 
+aten = torch.ops.aten
 COUNTED: list[Paper] = []
 """The `Paper` that counts the FLOPs of the substitutes. There is only one per process."""
 
@@ -71,6 +72,28 @@ def install(paper: Paper, kind: str) -> None:
     for module in (linear, chunked):
         module.row_operations = lambda *args: Rows()  # type: ignore[attr-defined]
     _attention()
+    _fused_attention()
+
+
+def _fused_attention() -> None:
+    """Make torch's attention on the meta device allocate what its fused kernels for GPUs do.
+
+    Only attention without a mask, as in vision towers, is replaced.
+    """
+    functional: Any = torch.nn.functional
+    own = functional.scaled_dot_product_attention
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if q.device != META or attn_mask is not None or q.shape[-1] != v.shape[-1] or enable_gqa:
+            return own(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if q.dtype.itemsize == 2:
+            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, gradient, dropout_p, is_causal, scale=scale)[
+            0
+        ]
+
+    functional.scaled_dot_product_attention = attention
 
 
 def _as_host() -> None:

@@ -18,11 +18,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmdrl.config.classifier import FLAG, is_classifier, model_path
 from spmdrl.config.engines import Part, pushed_parts
 from spmdrl.config.schema import Config
-from spmdrl.hub.build import language_model_class
+from spmdrl.hub.build import language_model_class, sees_images
 from spmdrl.hub.resolve import named
+from spmdrl.hub.vision import read_vision
 from spmdrl.plan.boxes import Everyone
 from spmdrl.plan.engine import PaperEngine, at_any_place
 from spmdrl.plan.engine_bytes import model_of
+from spmdrl.plan.images import images_of, numbers_of
 from spmdrl.plan.kinds import config_of, folder_of
 from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
@@ -105,6 +107,12 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     sizes = {name: p.numel() for name, p in hf.named_parameters()}
     made.numbers = sum(sizes.values())
     made.expert_numbers = sum(n for name, n in sizes.items() if ".experts." in name)
+    vision = read_vision(hf_config) if sees_images(hf_config) else None
+    numbers = numbers_of(sizes, vision)
+    made.tower_numbers = numbers["vision"] + numbers["projector"]
+    if vision and all(model.vision for _, model in own_tensors(models)):
+        # Prompts of a job with a model that reads text only show no images.
+        made.images = images_of(cfg, hf_config, folders[cfg.model.path], numbers)
     return made
 
 

@@ -50,6 +50,7 @@ def text_of(plan: Plan) -> str:
     lines = [
         f"model    {cfg.model.path}, {plan.numbers / 1e9:,.2f} G parameters, {cfg.model.dtype}",
         *job_of(cfg).lines(cfg, plan.world),
+        *(plan.images.lines(cfg.policy.max_tokens_per_microbatch, plan.exchanged) if plan.images else ()),
         f"GPU      {gpu.name}: {gpu.memory_gib:g} GiB, of which {gib(OUTSIDE)} are left to CUDA and NCCL (estimate)",
     ]
     for planned in plan.kinds:
@@ -194,6 +195,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "world": plan.world,
         "gpu": asdict(plan.gpu),
         "parameters": plan.numbers,
+        "images": plan.images.facts() | {"exchanged_bytes": plan.exchanged} if plan.images else None,
         "fits": plan.fits,
         "device_bytes": {phase: {"worst": most, "mean": mean} for phase, (most, mean) in plan.phases().items()},
         "spare_bytes": plan.spare,

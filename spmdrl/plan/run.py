@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.config.placement import samplers
 from spmdrl.config.schema import Config
 from spmdrl.plan.gpus import Gpu
+from spmdrl.plan.images import Images
 from spmdrl.plan.kinds import Kind, config_of, kinds_of, stages_of
 from spmdrl.plan.scale import Axes, Bound, Rank, bound_of, engine_facts, parking_bound, rank_of, rollout_bound
 
@@ -34,6 +35,8 @@ class Planned:
     micro-batches in flight; within a stage, all ranks are assumed to need as much as the first."""
     axes: dict[str, int] = field(default_factory=dict)
     """Axis name in `Traffic` -> size of this rank's group on that axis."""
+    images: Images | None = None
+    """Images of each prompt."""
 
     def peak(self) -> tuple[str, int]:
         """Return the phase with the highest device memory use, and its bytes."""
@@ -55,6 +58,16 @@ class Plan:
     def numbers(self) -> int:
         """Number of policy parameters."""
         return self.kinds[0].numbers
+
+    @property
+    def images(self) -> Images | None:
+        """Images of each prompt, or None if the plan assumes none."""
+        return next((planned.images for planned in self.kinds if planned.images), None)
+
+    @property
+    def exchanged(self) -> int:
+        """Most bytes of pixels that reach a rank in the exchange of a step."""
+        return max(planned.rank.step.exchanged for planned in self.kinds)
 
     def worst(self) -> Planned:
         """Return the kind with the fullest device."""
@@ -177,7 +190,7 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
         engines = samplers(cfg, world) // facts["ranks"]
         bounds["rollout"] = rollout_bound(cfg, gpu, engines, facts)
     sizes = {name: len(ranks) for name, ranks in axes.ranks.items()}
-    return Planned(kind, rank, bounds, facts, made.numbers, means_of(each), sizes)
+    return Planned(kind, rank, bounds, facts, made.numbers, means_of(each), sizes, made.images)
 
 
 def means_of(ranks: list[Rank]) -> dict[str, float]:

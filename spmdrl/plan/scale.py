@@ -242,9 +242,9 @@ def parking_bound(to_host: int, from_host: int, gpu: Gpu) -> Bound:
 def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
     """Return the `Bound` of sampling full-length responses, from matrix products and reads of weights and KV cache.
 
-    Each decoding step reads the weights once and the KV cache of every sequence. If tokens choose k of n experts
-    uniformly, a step reads n (1 - (1 - k / n) ** tokens) experts. With `--rollout.dp`, each data-parallel attention
-    replica has its own sequences and its own cache.
+    Each decoding step reads the language model's weights once and the KV cache of every sequence. If tokens choose k of
+    n experts uniformly, a step reads n (1 - (1 - k / n) ** tokens) experts. With `--rollout.dp`, each data-parallel
+    attention replica has its own sequences and its own cache. The vision tower runs once for each prompt.
 
     Args:
         cfg: the run's settings.
@@ -258,10 +258,11 @@ def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
     rounds = -(-sequences // at_once)
     new, prompt = rollout.max_new_tokens, rollout.max_prompt_tokens
     read_share = 1 - (1 - engine["chosen_share"]) ** (at_once * rollout.dp)
-    weights = engine["weights"] * (1 - engine["expert_share"] * (1 - read_share))
+    weights = engine["weights"] * (1 - engine["tower_share"] - engine["expert_share"] * (1 - read_share))
     read = rounds * new * (weights + at_once * (prompt + new / 2) * engine["token_bytes"])
-    tokens = sequences * rollout.dp * (new + prompt / rollout.samples_per_prompt)
-    flops = 2 * engine["active_numbers"] * tokens / engine["ranks"]
+    prompts = sequences * rollout.dp / rollout.samples_per_prompt
+    tokens = sequences * rollout.dp * new + prompts * prompt
+    flops = (2 * engine["active_numbers"] * tokens + prompts * engine["image_flops"]) / engine["ranks"]
     return Bound(flops / (gpu.matmul_tflops * 1e12), memory=read / (gpu.memory_tb_s * 1e12))
 
 
@@ -285,5 +286,7 @@ def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
         "token_bytes": engine.cache_bytes / engine.cache_tokens if engine.cache_tokens else 0.0,
         "expert_share": in_experts,
         "chosen_share": chosen,
-        "active_numbers": made.numbers * (1 - in_experts * (1 - chosen)),
+        "active_numbers": made.numbers * (1 - in_experts * (1 - chosen)) - made.tower_numbers,
+        "tower_share": made.tower_numbers / made.numbers,
+        "image_flops": made.images.flops if made.images else 0,
     }

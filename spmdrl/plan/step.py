@@ -11,12 +11,14 @@ import torch
 
 from spmdrl.checkpoint.store import saved_models
 from spmdrl.config.engines import Part
+from spmdrl.config.placement import samplers
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.data.pack import from_episodes
 from spmdrl.hub.lora import are_adapters
 from spmdrl.plan.boxes import Everyone
+from spmdrl.plan.images import Images
 from spmdrl.plan.paper import Paper
 from spmdrl.plan.passes import Pass, Work, few_passes
 from spmdrl.plan.push import plan_push
@@ -51,6 +53,8 @@ class Step:
     """Bytes that a step moves from the device to the host, and bytes moved back."""
     checkpoint: int
     """Size of a checkpoint, which all ranks write together, or 0 on a rank that does not train."""
+    exchanged: int = 0
+    """Bytes of pixels that at most reach the rank in the exchange of a step."""
 
     @property
     def host(self) -> dict[str, int]:
@@ -62,8 +66,10 @@ class PaperRank:
     """A simulated rank of a job, with its models and its engine."""
 
     hf_config: Any
-    numbers = expert_numbers = 0
-    """Parameter counts of the full policy and of its routed experts."""
+    numbers = expert_numbers = tower_numbers = 0
+    """Parameter counts of the full policy, of its routed experts, and of its vision tower with the projectors."""
+    images: Images | None = None
+    """Images of each prompt."""
 
     def __init__(
         self,
@@ -76,7 +82,8 @@ class PaperRank:
         boxes: Callable[[Any, Part], Everyone],
         method: Callable[[Any], Any],
     ):
-        """Store the arguments and plan the weight transfer. `rank.py` sets `hf_config` and the parameter counts.
+        """Store the arguments and plan the weight transfer. `rank.py` sets `hf_config`, the parameter counts and
+        `images`.
 
         Args:
             cfg: the job's settings.
@@ -144,8 +151,37 @@ class PaperRank:
         own = own_tensors(self.models)
         numbers = sum(getattr(p, "_local_tensor", p).numel() for _, m in own for p in _parameters(m))
         names, moved = tuple(name for name, _ in own), (self.paper.to_host, self.paper.from_host)
-        host = dict(self.paper.host)
-        return Step(held, moments, self.works, push, parked, host, numbers, names, moved, self.checkpoint())
+        host, exchanged = dict(self.paper.host), self._prompts_learnt() * self._prompt_bytes()
+        if pixels := self._prompts_sampled() * self._prompt_bytes() + exchanged:
+            host["pixels of images"] = pixels
+        return Step(held, moments, self.works, push, parked, host, numbers, names, moved, self.checkpoint(), exchanged)
+
+    def _prompt_bytes(self) -> int:
+        """Return the bytes of the pixels of a prompt, or 0 without images."""
+        return self.images.bytes if self.images else 0
+
+    def _prompts_sampled(self) -> int:
+        """Return the number of prompts that this rank's engine samples in a step."""
+        if self.engine is None:
+            return 0
+        engines = samplers(self.cfg, self.world.size) // self.cfg.engine_ranks
+        return -(-self.cfg.rollout.prompts_per_step // engines)
+
+    def _sequences(self) -> int:
+        """Return the number of sequences that this rank's models run in a step."""
+        rollout = self.cfg.rollout
+        if not (self.world.trains or self.world.scores):
+            return 0
+        shares = self.world.data_size
+        if not self.world.trains:
+            # Scoring-only ranks split the sequences among themselves.
+            shares = max((len(model.scorers) for _, model in self.models.named()), default=1)
+        return -(-rollout.prompts_per_step * rollout.samples_per_prompt // shares)
+
+    def _prompts_learnt(self) -> int:
+        """Return the number of prompts whose sequences this rank's models run in a step."""
+        mine = self._sequences()
+        return -(-mine // min(mine, self.cfg.rollout.samples_per_prompt)) if mine else 0
 
     def _ready(self) -> None:
         """Create the optimizer states, as the first optimizer step of a real run does."""
@@ -163,19 +199,12 @@ class PaperRank:
                 self.paper.retag([x for x in tensors if x is not None], f"{name} {kind}")
 
     def _train(self, rounds: tuple[int, ...]) -> None:
-        if not (self.world.trains or self.world.scores):
+        mine, peers = self._sequences(), self.world.data_peers
+        if not mine:
             return
-        rollout, peers = self.cfg.rollout, self.world.data_peers
-        sequences = rollout.prompts_per_step * rollout.samples_per_prompt
-        if self.world.trains:
-            shares = self.world.data_size
-        else:
-            # Scoring-only ranks split the sequences among themselves.
-            shares = max((len(model.scorers) for _, model in self.models.named()), default=1)
-        mine = -(-sequences // shares)
-        samples = min(mine, rollout.samples_per_prompt)
+        samples = min(mine, self.cfg.rollout.samples_per_prompt)
         vocab = min(128, self.hf_config.get_text_config().vocab_size)
-        batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, vocab)
+        batch = full_batch(self.cfg, self.algo, self._prompts_learnt(), samples, vocab, self.images)
         updates = self.cfg.algo.updates_per_step
         one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
         parts = {"cfg": one, "algo": self.algo, "models": self.models, "peers": peers} | _parts_of(one)
@@ -218,21 +247,28 @@ def _parameters(model: Any) -> list[Any]:
     return list(model.shards) if hasattr(model, "shards") else [p for chunk in model.chunks for p in chunk.parameters()]
 
 
-def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int) -> Batch:
+def full_batch(
+    cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int, images: Images | None = None
+) -> Batch:
     """Return a batch of `groups` prompts with `samples` responses each, all of maximum length.
 
-    Rewards and tokens vary within each group, so that every sequence gets a gradient. vocab: vocabulary size.
+    Rewards and tokens vary within each group, so that every sequence gets a gradient. vocab: vocabulary size. images:
+    images of each prompt.
     """
     rollout = cfg.rollout
+    words = [token for token in range(vocab) if images is None or token not in images.vision.never]
     episodes = []
     for position in range(groups):
-        prompt = [(position + i) % vocab for i in range(rollout.max_prompt_tokens)]
+        prompt, shown = [words[(position + i) % len(words)] for i in range(rollout.max_prompt_tokens)], ()
+        if images is not None:
+            prompt, shown = images.prompt(position, prompt)
         for sample in range(samples):
-            made = Episode(position, sample, position, [prompt_segment(prompt)], "length", float(sample % 2))
-            made.add_sampled([1 + sample % 2] * rollout.max_new_tokens, [-1.0] * rollout.max_new_tokens, 0)
+            made = Episode(position, sample, position, [prompt_segment(prompt, shown)], "length", float(sample % 2))
+            made.add_sampled([words[1 + sample % 2]] * rollout.max_new_tokens, [-1.0] * rollout.max_new_tokens, 0)
             made.parts = {"a_part": float(sample % 2)}
             episodes.append(made)
-    batch = from_episodes(episodes, ("a_part",), turns="turns" in algo.needs)
+    placeholder = images.vision.image if images else None
+    batch = from_episodes(episodes, ("a_part",), turns="turns" in algo.needs, placeholder=placeholder)
     batch.seq["seed"] = torch.arange(len(batch))
     batch.seq["work"] = batch.lengths
     batch.seq["update"] = torch.zeros(len(batch), dtype=torch.int64)

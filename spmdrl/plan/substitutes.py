@@ -6,6 +6,7 @@ Substitutes stay installed until the process exits, so each rank is simulated in
 """
 
 import importlib
+import sys
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
@@ -39,6 +40,7 @@ def install(paper: Paper, kind: str) -> None:
     _push()
     _adapters()
     _remote()
+    _tiles()
     kernels.install(paper, kind)
     _megatron()
 
@@ -240,6 +242,24 @@ def _remote() -> None:
         return first, second
 
     RemotePolicy.logprobs = logprobs
+
+
+def _tiles() -> None:
+    """Replace the tiled families' search for tiles of padding, which reads pixels; a plan has no such tiles."""
+    for family, module in (("Idefics3", "idefics3"), ("SmolVLM", "smolvlm")):
+        # The model is built before substitutes are installed, so its module is loaded.
+        code = sys.modules.get(f"transformers.models.{module}.modeling_{module}")
+        if code is not None:
+            getattr(code, f"{family}Model").get_image_features = _tile_features
+
+
+def _tile_features(model: Any, pixel_values: torch.Tensor, pixel_attention_mask: Any, return_dict: bool) -> Any:
+    pixels = pixel_values[0].to(model.dtype)
+    side = pixels.shape[-1] // model.config.vision_config.patch_size
+    seen = torch.ones(len(pixels), side, side, dtype=torch.bool, device=pixels.device)
+    out = model.vision_model(pixel_values=pixels, patch_attention_mask=seen, return_dict=return_dict)
+    out.pooler_output = model.connector(out.last_hidden_state)
+    return out
 
 
 def _megatron() -> None:
