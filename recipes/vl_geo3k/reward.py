@@ -5,8 +5,7 @@ compares answers (docs/rewards.md).
 """
 
 from spmdrl.rewards.base import RewardInput
-from spmdrl.rewards.math import math_reward
-from spmdrl.rewards.text import last_boxed
+from spmdrl.rewards.math import last_boxed, math_reward
 
 FORM = 0.1
 
@@ -17,7 +16,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     The signature is that of verl. `eval/accuracy` counts `acc`.
     """
     boxed = last_boxed(solution_str) is not None
-    right = boxed and math_reward(RewardInput(solution_str, ground_truth, data_source)).score == 1
-    thought, end, answer = solution_str.rpartition("</think>")
+    right = boxed and math_reward(RewardInput(data_source, solution_str, ground_truth)).score == 1
+    thought, end, answer = solution_str.partition("</think>")
     form = bool(end) and thought.startswith("<think>") and last_boxed(answer) is not None
     return {"score": (1 - FORM) * right + FORM * form, "acc": float(right), "format": float(form)}

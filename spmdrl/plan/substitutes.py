@@ -254,11 +254,13 @@ def _tiles() -> None:
 
 
 def _tile_features(model: Any, pixel_values: torch.Tensor, pixel_attention_mask: Any, return_dict: bool) -> Any:
-    pixels = pixel_values[0].to(model.dtype)
+    # The search copies the tiles, which stay until the tower has run.
+    pixels, kept = pixel_values[0].to(model.dtype).clone(), pixel_attention_mask.clone()
     side = pixels.shape[-1] // model.config.vision_config.patch_size
     seen = torch.ones(len(pixels), side, side, dtype=torch.bool, device=pixels.device)
     out = model.vision_model(pixel_values=pixels, patch_attention_mask=seen, return_dict=return_dict)
     out.pooler_output = model.connector(out.last_hidden_state)
+    del kept
     return out
 
 

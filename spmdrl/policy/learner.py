@@ -39,6 +39,8 @@ class Learner:
     """True if the backend can compute a prompt once for all its samples (`--policy.share-prompts`)."""
     vision: Vision | None = None
     """Facts of a model that reads images."""
+    frozen_numbers = 0
+    """Number of parameters of a trained model that `--model.freeze` freezes; they have no optimizer state."""
     keeps_masters = False
     """True if saved optimizer state always includes the master weights, even if `model/` stores them unrounded."""
 
@@ -258,7 +260,8 @@ class Learner:
         entries = [catalogue(self.pieces(part), self.world.role_group) for part in parts]
         sizes = [sum(math.prod(entry.shape) for entry in each) for each in entries]
         masters = sizes[-1] * (adapted or (trains and (self.stored != self.master or self.keeps_masters)))
-        return sizes[0] * self.stored.itemsize + (masters + 2 * trains * sizes[-1]) * self.master.itemsize
+        moments = 2 * trains * (sizes[-1] - self.frozen_numbers)
+        return sizes[0] * self.stored.itemsize + (masters + moments) * self.master.itemsize
 
     # ── methods of a backend ─────────────────────────────────────────────────
 

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,12 @@ from spmdrl.config.placement import trainers
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.distribute import assign_updates
+from spmdrl.data.placeholders import COLUMN
 from spmdrl.engines.build import build_engine
+from spmdrl.hub.build import sees_images
+from spmdrl.hub.vision import read_vision
+from spmdrl.plan.images import images_of
+from spmdrl.plan.kinds import config_of
 from spmdrl.plan.paper import Paper
 from spmdrl.plan.scale import peak_of, rank_of
 from spmdrl.plan.step import full_batch, own_tensors
@@ -344,8 +350,16 @@ def batch_of(cfg: Config, world, algo) -> Batch:
     mine = -(-sequences // world.data_size)
     samples = min(mine, cfg.rollout.samples_per_prompt)
     groups = -(-mine // samples)
-    batch = full_batch(cfg, algo, groups, samples, 128)
-    batch.token["tokens"] = torch.arange(batch.n_tokens) * 7 % 101 + 3
+    hf_config = config_of(cfg)
+    vision = read_vision(hf_config) if sees_images(hf_config) else None
+    images = vision and images_of(cfg, hf_config, Path(cfg.model.path), {"vision": 0, "projector": 0})
+    batch = full_batch(cfg, algo, groups, samples, 128, images)
+    words = torch.arange(batch.n_tokens) * 7 % 101 + 13
+    batch.token["tokens"] = torch.where(batch.token[COLUMN] > 0, batch.token["tokens"], words) if images else words
+    if batch.images is not None:
+        # Pixels of a plan have no values. A batch holds an image once.
+        pixels = {image.name: torch.ones(image.pixels.shape) for row in batch.images for image in row}
+        batch.images = [tuple(replace(image, pixels=pixels[image.name]) for image in row) for row in batch.images]
     return assign_updates(batch, cfg.algo.updates_per_step, groups, list(range(groups)))
 
 
@@ -386,9 +400,9 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
         step = made.step()
         plan = rank_of(step, stage, stages, virtual, {})
     held = step.held
-    if step.always:
+    if moved := step.always.get("optimizer on the host"):
         # The table of a real rank counts an optimizer on the host among the tensors of a CPU.
-        held = held | {"policy optimizer": sum(step.always.values())}
+        held = held | {"policy optimizer": moved}
     out: dict[str, Any] = {"held": held, "push": live[1] - live[0], "boxes": boxes}
     carried = by_kind(step.push.traffic.bytes) if step.push else {}
     out |= {"received": carried.get("receive", 0), "push sent": carried.get("send", 0)}

@@ -10,6 +10,7 @@ from spmdrl.plan.run import side_by_side
 from tests.ranks.cases import config, small_model
 from tests.ranks.harness import run_ranks
 from tests.ranks.plan_cases import planned, planned_save, real, saves
+from tests.unit import vision_models
 
 SIZES = dict(vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
 HELD, PEAK, SENT, SAVED = 0.01, 0.1, 0.02, 0.05
@@ -41,6 +42,12 @@ FSDP = {
     },
 }
 """Ranks -> name -> settings."""
+IMAGES = {
+    "qwen2_5_vl": {"policy": {"activation_checkpointing": "full"}},
+    "qwen3_vl": {"model": {"dtype": "bfloat16"}},
+    "smolvlm, the tower frozen": {"model": {"freeze": ("vision",)}},
+}
+"""Family, and what is special -> settings; on two ranks."""
 MEGATRON = {
     2: {
         "dp2": ("dense", {}),
@@ -107,6 +114,12 @@ def settings(folder: str, saved: Path, sections: dict):
     changed = {"model": {"path": folder}, "run": {"dir": str(saved)}}
     names = SETTINGS.keys() | changed | sections.keys()
     return config(**{n: SETTINGS.get(n, {}) | changed.get(n, {}) | sections.get(n, {}) for n in names})
+
+
+def seeing(family: str, folder: Path) -> str:
+    """The folder of a small model that reads images."""
+    vision_models.tiny(family).save_pretrained(folder)
+    return str(folder)
 
 
 def both(cases: list, ranks: int) -> dict:
@@ -186,6 +199,12 @@ def agree(cases: dict, ranks: int, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", FSDP)
 def test_fsdp(ranks, tmp_path):
     agree({name: (dense(tmp_path), more) for name, more in FSDP[ranks].items()}, ranks, tmp_path)
+
+
+def test_images(tmp_path):
+    """Prompts consist of images on both sides, and the vision tower works on them."""
+    cases = {name: (seeing(name.split(",")[0], tmp_path / name), more) for name, more in IMAGES.items()}
+    agree(cases, 2, tmp_path)
 
 
 @pytest.mark.parametrize("ranks", MEGATRON)

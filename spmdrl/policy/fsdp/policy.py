@@ -77,6 +77,7 @@ class FsdpPolicy(Learner):
         if hf.config.get_text_config()._attn_implementation != packed.NAME:
             self.run_as("apart")
         fill_model(self.model, self.folder, self.world.device, self.new_head, cfg.run.seed, self.blocks)
+        self.frozen_numbers = sum(p.numel() for name, p in self.model.named_parameters() if name in frozen)
         # FSDP does not shard persistent buffers such as routing biases: every rank has the full buffer.
         persistent = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in persistent]
