@@ -130,7 +130,7 @@ def numbers_of(sizes: dict[str, int], vision: Vision | None) -> dict[str, int]:
 
     sizes: sizes of the parameters by HF name. vision: facts of the model, or None if it reads text only.
     """
-    parts = dict.fromkeys(("vision", "projector", "language"), 0)
+    parts: dict[str, int] = {"vision": 0, "projector": 0, "language": 0}
     for name, size in sizes.items():
         parts[part_of(name, vision) if vision else "language"] += size
     return parts
@@ -154,7 +154,7 @@ def encoder_bytes(hf_config: Any, features: int, ranks: int, width: int) -> int:
 def rectangle(tokens: int) -> tuple[int, int]:
     """Return the height and width of an image, in tokens, that has the most of up to `tokens` tokens.
 
-    The longer side is at most about twice the shorter. Without tokens, both are 0.
+    The longer side of 16 tokens or more is at most three times the shorter. Without tokens, both are 0.
     """
     if tokens < 1:
         return 0, 0

@@ -391,7 +391,7 @@ def test_plan_rollout_bound_reads_weights_once_for_a_token_of_all_sequences():
     cfg.rollout.prompts_per_step, cfg.rollout.samples_per_prompt = 8, 4
     cfg.rollout.max_prompt_tokens, cfg.rollout.max_new_tokens = 100, 50
     engine = dict(capacity=64, sequences=8, weights=10**12, token_bytes=1000, active_numbers=10**9, ranks=2)
-    engine |= dict(expert_share=0.0, chosen_share=1.0)
+    engine |= dict(expert_share=0.0, chosen_share=1.0, tower_share=0.0, image_flops=0)
     bound = rollout_bound(cfg, GPUS["h100"], 2, engine)  # 16 sequences on an engine, 8 at once, so two rounds
     assert math.isclose(bound.memory, 2 * 50 * (10**12 + 8 * 125 * 1000) / 3.35e12)
     assert math.isclose(bound.matrix, 2 * 10**9 * 16 * (50 + 25) / 2 / 989e12)
@@ -404,6 +404,10 @@ def test_plan_rollout_bound_reads_weights_once_for_a_token_of_all_sequences():
     mixture = rollout_bound(cfg, GPUS["h100"], 2, engine | {"ranks": 4, "expert_share": 0.9, "chosen_share": 1 / 8})
     reads = 10**12 * (0.1 + 0.9 * (1 - (7 / 8) ** 16))
     assert math.isclose(mixture.memory, 50 * (reads + 8 * 125 * 1000) / 3.35e12)
+    # A tower runs once for each of the 4 prompts, and no decoding step reads it.
+    seeing = rollout_bound(cfg, GPUS["h100"], 2, engine | {"ranks": 4, "tower_share": 0.25, "image_flops": 10**10})
+    assert math.isclose(seeing.memory, 50 * (0.75 * 10**12 + 8 * 125 * 1000) / 3.35e12)
+    assert math.isclose(seeing.matrix, copies.matrix + 4 * 10**10 / 4 / 989e12)
 
 
 # ── changes ──────────────────────────────────────────────────────────────────

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from spmdrl.hub import shipped as module
+from spmdrl.hub.build import language_model_class
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.shipped import MODELS, SAME_SHAPES, shipped
 
@@ -19,6 +20,7 @@ PARAMETERS = {
     "Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-30B-A3B": 30_532_122_624,
     "SmolLM2-135M-Instruct": 134_515_008,
@@ -29,10 +31,9 @@ COPIES = {"DeepSeek-V3-bf16": "DeepSeek-V3", "Kimi-K2-Instruct-bf16": "Kimi-K2-I
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name):
-    from transformers import AutoModelForCausalLM
-
+    config = read_config(MODELS / name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(MODELS / name))
+        model = language_model_class(config).from_config(config)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
