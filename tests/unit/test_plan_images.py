@@ -117,7 +117,7 @@ def test_images_are_those_of_the_processor(family, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(vision_models.processor_settings(family)))
     images = images_of(settings(tmp_path), config, tmp_path, {"vision": 0, "projector": 0})
     assert images is not None
-    height, width = [n * vision.patch for n in images.grid[1:]] if images.grid else [2 * vision.tile] * 2
+    height, width = [n * vision.patch for n in images.grid[1:]] if images.grid else [2 * (vision.tile or 0)] * 2
     made = process_image(image_processor(family), Image.new("RGB", (width, height), "red"), vision)
     if vision.tile:
         assert made.pixels.shape[1:] == images.shape[1:] and made.tokens == len(made.pixels) * images.tokens
