@@ -2,7 +2,7 @@
 
     python -m tests.engines.paper_probe /tmp/facts vllm:qwen2:tp1 vllm:qwen3_moe:tp2-ep2 hf:llama:tp2
 
-A case is an engine, a model and its layout. Each rank is a process of its own, forked where the imports are done, and
+A case is an engine, a model (of `MODELS`, or a family that reads images) and its layout. Each rank is a process of its own, forked where the imports are done, and
 leaves a file of facts.
 """
 
@@ -22,6 +22,7 @@ import torch
 from benchmarks import _models
 from spmdrl.config.schema import Config
 from tests.engines.probe import replaced
+from tests.unit import vision_models
 
 SMALL = dict(
     hidden_size=128,
@@ -163,7 +164,10 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     folders = {}
     for name in {model for _, model, _ in cases}:
-        folders[name] = _models.random_model(root / name, seed=0, **SMALL | MODELS[name])
+        if name in vision_models.FAMILIES:
+            folders[name] = vision_models.saved(name, root / name)
+        else:
+            folders[name] = _models.random_model(root / name, seed=0, **SMALL | MODELS[name])
     preload({engine for engine, _, _ in cases})
     for engine, model, layout in cases:
         case = f"{engine}:{model}:{layout}"

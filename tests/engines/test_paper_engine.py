@@ -21,6 +21,7 @@ KNOWN = {field.name for field in fields(RolloutConfig)}
 CASES = [
     *("vllm:qwen2:tp1", "vllm:qwen2:tp2", "vllm:llama:tp2", "vllm:qwen3_moe:tp2"),
     *("vllm:deepseek_v3:tp1", "vllm:deepseek_v3:tp2", "vllm:qwen2:tp2-lora6"),
+    "vllm:qwen2_5_vl:tp2",
     *("sglang:qwen3_moe:tp2", "hf:qwen2:tp2", "hf:llama:tp1-lora6", "hf:deepseek_v3:tp1"),
 ]
 if "ep" in KNOWN:
