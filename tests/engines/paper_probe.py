@@ -2,8 +2,8 @@
 
     python -m tests.engines.paper_probe /tmp/facts vllm:qwen2:tp1 vllm:qwen3_moe:tp2-ep2 hf:llama:tp2
 
-A case is an engine, a model (of `MODELS`, or a family that reads images) and its layout. Each rank is a process of its own, forked where the imports are done, and
-leaves a file of facts.
+A case is an engine, a model (of `MODELS`, or a family that reads images) and its layout. Each rank is a process of its
+own, forked where the imports are done, and leaves a file of facts.
 """
 
 import importlib
