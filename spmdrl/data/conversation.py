@@ -9,6 +9,9 @@ With history "keep" the context continues as sampled, and no sampled token is re
 prompt is re-rendered if the template changes earlier text.
 
 Control tokens come only from the template and the policy, never from message text (`controls.py`).
+
+A content is text or, if it shows images, a list of the parts {"type": "text", "text": ...} and {"type": "image"}. The
+tokens have one placeholder for each image; the caller expands them.
 """
 
 import json
@@ -18,7 +21,7 @@ from typing import Any
 
 from spmdrl.data.chat import CHATML
 from spmdrl.data.controls import Controls
-from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError, tool_call
+from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError, probed, tool_call
 from spmdrl.data.turn_tail import SHAPES, STANDINS, Tail, linked, tail_of
 
 QUESTION = {"role": "user", "content": "Xk" + PROBE}
@@ -188,13 +191,14 @@ class Conversation:
     def _check_shown(self, marked: _Marked) -> None:
         """Raise TemplateError if the template omits a non-assistant message.
 
-        Each combination of roles and call counts is checked only once.
+        Each combination of roles, call counts and parts is checked only once.
         """
         messages, tools = marked.messages, marked.tools
-        key = (tuple((m["role"], len(m.get("tool_calls") or [])) for m in messages), bool(tools))
+        key = (tuple((m["role"], len(m.get("tool_calls") or []), _types(m)) for m in messages), bool(tools))
         if key in self._shown:
             return
-        others = [m if m["role"] == "assistant" else m | {"content": f"{PROBE}{i:03d}"} for i, m in enumerate(messages)]
+        probes = [probed(m.get("content"), f"{PROBE}{i:03d}") for i, m in enumerate(messages)]
+        others = [m if m["role"] == "assistant" else m | {"content": p} for m, p in zip(messages, probes, strict=True)]
         text = self.render(Dialogue(others, tools, self.more), True)
         for i, message in enumerate(messages):
             if message["role"] != "assistant" and f"{PROBE}{i:03d}" not in text:
@@ -204,7 +208,7 @@ class Conversation:
     def _check_tools(self, marked: _Marked) -> None:
         """Raise ValueError if the prompt omits a tool. Each combination of roles and tool count is checked once."""
         messages, tools = marked.messages, marked.tools or []
-        key = (tuple(m["role"] for m in messages), len(tools))
+        key = (tuple((m["role"], _types(m)) for m in messages), len(tools))
         if key in self._tools_shown:
             return
         names = [f"{PROBE}{i:03d}" for i in range(len(tools))]
@@ -276,3 +280,9 @@ class Conversation:
         if (text, mark) not in self._closings:
             self._closings[text, mark] = self.controls.tokens(text, mark)
         return self._closings[text, mark]
+
+
+def _types(message: dict) -> tuple[str, ...]:
+    """Return the types of the parts of a message's content; an empty tuple if the content is text."""
+    content = message.get("content")
+    return tuple(part["type"] for part in content) if isinstance(content, list) else ()

@@ -77,6 +77,27 @@ def decode_all(sources: Sequence[Any], folder: str | Path, max_pixels: int) -> I
             raise ImageError(f"image {number} of {len(sources)}: {e}") from e
 
 
+def data_url(source: Any, folder: str | Path, max_pixels: int) -> str:
+    """Return an image as a data URL, which `decode` reads to the same pixels.
+
+    A data URL is returned unchanged, an encoded image keeps its bytes, and pixels are encoded as PNG. Arguments and
+    errors as for `decode`.
+    """
+    image, found = decode(source, folder, max_pixels), _inner(source)
+    if isinstance(found, str) and found[:5].lower() == "data:":
+        return found
+    if isinstance(found, str):
+        found = _of_text(found, Path(folder))
+    kind, raw = "image/png", found.read_bytes() if isinstance(found, Path) else found
+    if isinstance(raw, bytes):
+        kind = Image.open(io.BytesIO(raw), formats=FORMATS).get_format_mimetype() or kind
+    else:
+        file = io.BytesIO()
+        image.save(file, "PNG", compress_level=1)
+        raw = file.getvalue()
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
 def name_of(image: Image.Image) -> str:
     """Return the name of a decoded image: the SHA-256 of its size and RGB bytes, 64 hexadecimal digits."""
     assert image.mode == "RGB", image.mode

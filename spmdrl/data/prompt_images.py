@@ -35,7 +35,7 @@ class PromptImage:
     name: str
     """Name of the payload (`Payload.name`), which depends on the content."""
     at: int
-    """Index of the image's first placeholder among the prompt's tokens."""
+    """Index of the image's first placeholder among the prompt's tokens, or -1 if an environment makes the tokens."""
 
 
 def with_places(row: dict, messages: list[dict], column: str, mark: str) -> tuple[list[dict], list[Any]]:
@@ -72,3 +72,9 @@ def expanded(
     found = reader.expand(tokens, payloads)
     places = zip(sources, payloads, found.firsts, strict=True)
     return found.ids.tolist(), tuple(PromptImage(source, folder, image.name, at) for source, image, at in places)
+
+
+def unplaced(reader: Reader, sources: Sequence[Any], folder: str) -> tuple[PromptImage, ...]:
+    """Return the images of a prompt without tokens. Arguments and errors as for `expanded`."""
+    payloads = reader.read(sources, folder)
+    return tuple(PromptImage(each, folder, image.name, -1) for each, image in zip(sources, payloads, strict=True))

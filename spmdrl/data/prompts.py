@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from spmdrl.config.environment import COLUMN
 from spmdrl.config.schema import DataConfig
@@ -27,7 +28,7 @@ from spmdrl.data.prompt_columns import (
     with_columns,
     with_values,
 )
-from spmdrl.data.prompt_images import PromptImage, Reader, expanded, with_places
+from spmdrl.data.prompt_images import PromptImage, Reader, expanded, unplaced, with_places
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.row_columns import EMPTY, Row, RowError, check_text, listed, tools_of, variables_of
 from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
@@ -63,7 +64,7 @@ class Prompt:
     more: dict = field(default_factory=dict)
     """The row's chat template variables, which override those of the run."""
     images: tuple[PromptImage, ...] = ()
-    """Images of the prompt, in the order of their placeholders."""
+    """Images of the prompt, in the order of their places."""
     opening: list | None = None
     """Messages with which an environment starts an episode: first messages from other columns (a system message,
     earlier exchanges), then those of the prompt. None if no other column contains messages."""
@@ -226,16 +227,19 @@ class _Reader:
         prefill = with_values("--data.prefill", data.prefill, {**row, "prompt": content}) if data.prefill else ""
         more, tools, opening, images = variables_of(shown), None, None, ()
         whole = with_columns(content, shown)
+        placed, sources = self._placed(row, whole)
         if self.begun:
+            if sources and self.images:
+                # The prompt's own messages stand at the end of all messages.
+                whole, content = placed, placed[-len(as_messages(content)) :]
+                images = unplaced(self.images, sources, self.source.folder)
+                read.add(data.images_column)
             opening = whole if isinstance(whole, list) and whole != content else None
             tokens, text = [], content if isinstance(content, str) else ""
             if isinstance(content, list) and content:
-                text = str(content[-1].get("content", ""))
+                text = _words(content[-1].get("content", ""))
         else:
-            content, tools, sources = whole, tools_of(shown), []
-            if self.images:
-                messages, sources = with_places(row, as_messages(whole), data.images_column, self.images.mark)
-                content = messages if sources else whole
+            content, tools = placed, tools_of(shown)
             how = {"prefill": prefill, "chat": data.chat, "chat_template": data.chat_template, "system": data.system}
             tokens, text = encode(self.tokenizer, content, tools=tools, more=self.variables | more, **how)
             if not tokens:
@@ -265,6 +269,25 @@ class _Reader:
             images=images,
             opening=opening,
         )
+
+    def _placed(self, row: dict, whole: str | list) -> tuple[Any, list[Any]]:
+        """Return a row's prompt with places for its images, and the images as the row holds them."""
+        if not self.images:
+            return whole, []
+        column, messages = self.data.images_column, as_messages(whole)
+        # Rows of agents may name a container's image, and their texts may contain marks that stand for no image.
+        parts = any(isinstance(m.get("content"), list) for m in messages)
+        if self.begun and not parts and not has_items(row, column, text_only=True):
+            return whole, []
+        placed, sources = with_places(row, messages, column, self.images.mark)
+        return (placed, sources) if sources else (whole, [])
+
+
+def _words(content: Any) -> str:
+    """Return a message's content as text for logs."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
 
 
 def refused_line(refused: list[str]) -> str:

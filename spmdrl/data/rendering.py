@@ -30,6 +30,16 @@ def tool_call(name: str, arguments: Any, place: int = 0) -> dict:
     return {"id": f"call{place:05d}", "type": "function", "function": function}
 
 
+def probed(content: Any, probe: str) -> str | list[dict]:
+    """Return a message's content with `probe` in place of its text. Images stay in their places."""
+    if not isinstance(content, list):
+        return probe
+    texts = [i for i, part in enumerate(content) if part["type"] == "text"]
+    text = {"type": "text", "text": probe}
+    parts = [text if i in texts[:1] else part for i, part in enumerate(content) if i not in texts[1:]]
+    return parts if texts else [*parts, text]
+
+
 @dataclass
 class Dialogue:
     """Messages with the tools and template variables (`more`) for rendering them."""

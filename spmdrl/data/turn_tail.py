@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
-from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError, tool_call
+from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError, probed, tool_call
 from spmdrl.data.turn_end import end_of_turn
 
 STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
@@ -92,7 +92,8 @@ def tail_of(
         ends[shape, with_call] = _after_standins([render(dialogue) for dialogue in past])
     alone = ends[shape, with_call]
     probes = [f"{PROBE}{i:03d}" for i in range(len(new))]
-    other = render(_and(past[0], [m | {"content": probe} for m, probe in zip(new, probes, strict=True)]), True)
+    changed = [m | {"content": probed(m["content"], probe)} for m, probe in zip(new, probes, strict=True)]
+    other = render(_and(past[0], changed), True)
     before = texts[0].removesuffix(after)
     if not other.startswith(before):
         raise TemplateError("it renders a turn differently when the answer to the turn changes")
@@ -102,6 +103,10 @@ def tail_of(
     first = min(other.index(probe, len(before)) for probe in probes) - len(before)
     if after[:first] != other[len(before) :][:first]:
         raise TemplateError("it renders the end of a turn differently when the answer to the turn changes")
+    if any(isinstance(m["content"], list) for m in new):
+        # An image may stand before the first text, and the template writes control tokens for it.
+        changed = [m | {"content": [{"type": "text", "text": probe}]} for m, probe in zip(new, probes, strict=True)]
+        first = min(first, len(commonprefix([after, render(_and(past[0], changed), True).removeprefix(before)])))
     return _cut(controls, render.call_ends, after, first, alone, with_call)
 
 

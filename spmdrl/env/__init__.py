@@ -11,6 +11,7 @@ forms.py       loads an environment by name: a class in a file, a list of tools,
 operations.py  typed functions as tools, with JSON schemas from their types and docstrings
 arguments.py   checks tool-call arguments against the tool's schema
 answers.py     converts any tool result to valid text of bounded length
+pictures.py    finds the images in what environments and tools return, and encodes them
 messages.py    reads a row's prompt messages, and checks the messages that an environment returns
 builtin.py     built-in environments
 gyms.py        wraps environments from other libraries: Gymnasium, skyrl-gym, TextArena and reasoning-gym; attempts.py
@@ -25,5 +26,6 @@ __main__.py    the commands `init` and `try`; `try` uses terminal.py and play.py
 """
 
 from spmdrl.env.answers import Answer, History
+from spmdrl.env.pictures import open_image
 
-__all__ = ["Answer", "History"]
+__all__ = ["Answer", "History", "open_image"]

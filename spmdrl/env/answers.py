@@ -1,4 +1,7 @@
-"""Converts any tool result to valid text of bounded length, in time linear in the result's size."""
+"""Converts any tool result to valid text of bounded length, in time linear in the result's size.
+
+A result that shows images becomes a list of parts, whose texts are bounded in the same way.
+"""
 
 import json
 import math
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.data.scores import as_number
+from spmdrl.env.pictures import encoded, parts_of
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """Terminal control sequences (ECMA-48, CSI), such as colour codes."""
@@ -26,7 +30,7 @@ class Answer:
     """A tool result that can also give a reward for the call, or end the episode (`done`)."""
 
     text: Any = ""
-    """Text, or any other value that a tool can return."""
+    """Text, images (`pictures.py`), or any other value that a tool can return."""
     reward: float | None = 0.0
     done: bool = False
 
@@ -41,9 +45,10 @@ class History:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """A tool's result: the text for the model, the reward, whether the episode ends, and whether the text was cut."""
+    """A tool's result: the content for the model, the reward, whether the episode ends, and whether text was cut."""
 
-    text: str
+    text: str | list[dict[str, Any]]
+    """Text, or parts as in `Reply.messages` if images are shown."""
     reward: float | None = None
     done: bool = False
     was_cut: bool = False
@@ -52,18 +57,23 @@ class ToolResult:
 def tool_result(result: object, longest: int, cut: str) -> ToolResult:
     """Return a tool's result as text. Text longer than `longest` characters is truncated, and a note marks the cut.
 
-    result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` can have: text, bytes (UTF-8), a JSON
-    value, or another object. Other objects are converted by `str()`, whose errors are not caught. cut: the part of a
-    longer text to keep, `head` (the beginning), `tail` (the end) or `middle` (both ends).
+    result: an `Answer`, a pair `(text, reward)`, or any value that `Answer.text` can have: text, bytes (UTF-8), a PIL
+    image, a list of texts and images, a JSON value, or another object. Other objects are converted by `str()`, whose
+    errors are not caught. cut: the part of a longer text to keep, `head` (the beginning), `tail` (the end) or `middle`
+    (both ends).
 
     Raises:
         BadRewardError: the reward is not a finite number.
+        BrokenError: an image cannot be used.
     """
     reward, done = None, False
     if isinstance(result, Answer):
         result, reward, done = result.text, result.reward, bool(result.done)
-    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str) and _is_reward(result[1]):
+    elif isinstance(result, tuple) and len(result) == 2 and _is_reward(result[1]) and _is_content(result[0]):
         result, reward = result
+    if parts_of(result, exact=True) is not None:
+        content, cuts = cut_parts(encoded(result), longest, cut)
+        return ToolResult(content, finite(reward), done, cuts > 0)
     text, was_cut = cut_text(raw_text(result), longest, cut)
     return ToolResult(text, finite(reward), done, was_cut)
 
@@ -126,13 +136,36 @@ def valid(raw: str | bytes) -> str:
     return CONTROLS.sub("\ufffd", text)
 
 
-def joined(blocks: list[Any]) -> str:
-    """Return the text of a message whose content is a list of blocks. Raises TypeError if a block is not text."""
-    for block in blocks:
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise TypeError(f"a message has a block of type {kind}, but only text blocks are supported")
-    return "".join(block["text"] for block in blocks)
+def cut_parts(parts: list[Any], longest: float, cut: str) -> tuple[str | list[dict[str, Any]], int]:
+    """Return the parts of a content with valid text, and the number of truncated texts.
+
+    Without images, the result is the joined text. All texts together have at most `longest` characters, and images do
+    not count. parts: texts, and images as data URLs (`pictures.encoded`). cut: as in `tool_result`.
+
+    Raises:
+        TypeError: a part is neither.
+    """
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "image") or not isinstance(part.get(kind), str):
+            raise TypeError(f"a message has a part of type {kind} that is neither text nor an image with its source")
+    if all(part["type"] == "text" for part in parts):
+        raw = "".join(part["text"] for part in parts)
+        text, was_cut = cut_text(raw, int(min(longest, len(raw))), cut)
+        return text, int(was_cut)
+    out, cuts = [], 0
+    for part in parts:
+        if part["type"] == "image":
+            out.append({"type": "image", "image": part["image"]})
+        elif raw := part["text"]:
+            text, was_cut = cut_text(raw, int(min(longest, len(raw))), cut)
+            out.append({"type": "text", "text": text})
+            longest, cuts = max(longest - len(raw), 0), cuts + was_cut
+    return out, cuts
+
+
+def _is_content(value: object) -> bool:
+    return isinstance(value, str) or parts_of(value, exact=True) is not None
 
 
 def _is_reward(value: object) -> bool:

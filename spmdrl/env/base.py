@@ -80,7 +80,8 @@ class Reply:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages to append to the conversation, in the form `{"role", "content", "name"?, "tool_call_id"?}`. Each content
-    is valid text. A reply to `open` contains all prompt messages."""
+    is valid text or, if it shows images, a list of parts `{"type": "text", "text": ...}` and `{"type": "image",
+    "image": "data:..."}`. A reply to `open` contains all prompt messages."""
     anew: bool = False
     """True if `messages` replace the whole conversation."""
     reward: float | None = None

@@ -18,6 +18,7 @@ from spmdrl.env.forms import functions_of
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.env.messages import OPENING, FailedError, messages_of, text_of_error, type_name
 from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
+from spmdrl.env.pictures import encoded, has_images
 
 
 class AnewError(Exception):
@@ -93,6 +94,7 @@ class EnvInstance:
             result = self._row.get(OPENING) or self._row.get("prompt")
             if not result:
                 raise FailedError("returned None from reset, and the row has no prompt: return messages or a text")
+        result = await self._encoded("reset", result)
         messages = messages_of(result, "reset", math.inf, "head")[0]
         if not messages:
             raise FailedError("returned no messages from reset")
@@ -229,8 +231,10 @@ class EnvInstance:
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise FailedError(f"must return (messages, reward, done) from step, and returned {type_name(result)}")
         messages, reward, done = result
-        if isinstance(messages, History):
-            answer.messages, answer.anew = messages_of(messages.messages, "step", math.inf, "head")[0], True
+        anew = isinstance(messages, History)
+        messages = await self._encoded("step", messages.messages if isinstance(messages, History) else messages)
+        if anew:
+            answer.messages, answer.anew = messages_of(messages, "step", math.inf, "head")[0], True
             if not answer.messages:
                 raise FailedError("returned a History without messages from step")
         else:
@@ -257,6 +261,11 @@ class EnvInstance:
         except RaisedError as e:
             where = "" if isinstance(e.error, BrokenError) else f" ({place(e.error)})"
             raise FailedError(f"failed in {what}: {error_text(e.error)}{where}") from None
+
+    async def _encoded(self, what: str, value: Any) -> Any:
+        """Return messages from the environment's function `what` with their images as data URLs (`pictures.py`)."""
+        # Encoding takes a while, so it runs in a thread.
+        return await self._own(what, partial(encoded, value)) if has_images(value) else value
 
     async def _offered(self) -> dict[str, Tool]:
         """Return the environment's tools by name."""

@@ -20,6 +20,7 @@ from typing import Any
 from spmdrl.config.user_code import error_text
 from spmdrl.env.attempts import Attempts
 from spmdrl.env.messages import opening, prompt_of, seed_of
+from spmdrl.env.pictures import parts_of
 
 PACKAGES = {
     "reasoning_gym": "reasoning-gym",
@@ -117,7 +118,8 @@ class Gym:
 
     Observations and actions are text. With a Discrete action space, the action is the last integer in a message. If the
     integer is missing or out of range, the model is asked for a valid one, and the environment takes no step. With
-    `render_mode="ansi"`, the model sees the rendered text, with highlighted characters in brackets. The seed is the
+    `render_mode="ansi"`, the model sees the rendered text, with highlighted characters in brackets. An observation that
+    is a uint8 array [H, W, 3] or [H, W, 4] is shown as an image. The seed is the
     row's `seed` column if present (shared by all samples of a prompt), otherwise the sample's own seed. The row's
     `options` column, a mapping, is passed to `reset`.
     """
@@ -148,7 +150,7 @@ class Gym:
         result = self._env.reset(**given)
         both = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
         seen = self._seen(result[0] if both else result)
-        return opening(row, seen) if isinstance(seen, str) else [*prompt_of(row), *seen]
+        return opening(row, seen) if isinstance(seen, str) or "role" not in seen[0] else [*prompt_of(row), *seen]
 
     def step(self, message: dict) -> Step:
         """Run the action that a message contains. Return (observation, reward, whether the episode is over)."""
@@ -172,8 +174,17 @@ class Gym:
             self._env.close()
 
     def _seen(self, observation: Any) -> list[dict] | str:
+        """Return an observation as text, as messages, or as a list of one part with an image."""
         if getattr(self._env, "render_mode", None) == "ansi":
             return HIGHLIGHT.sub(r"[\1]", str(self._env.render())).strip("\n")
+        if parts := parts_of(observation):
+            return parts
+        if (
+            str(getattr(observation, "dtype", "")) == "uint8"
+            and observation.ndim == 3
+            and observation.shape[2] in (3, 4)
+        ):
+            return [{"type": "image", "image": observation}]
         messages = observation if isinstance(observation, list) else []
         are_messages = bool(messages) and all(isinstance(m, dict) and "role" in m for m in messages)
         return messages if are_messages else str(observation)

@@ -209,17 +209,23 @@ def schema_of(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": about}
 
 
-def text_of(result: Any) -> tuple[bool, str]:
-    """Return whether a tool reports failure, and its result as text. A note replaces each block without text."""
-    parts = []
+def content_of(result: Any, images: bool) -> tuple[bool, str | list[dict[str, Any]]]:
+    """Return whether a tool reports failure, and its result as text, or as parts if it shows images.
+
+    images: True to show images; otherwise, and for other blocks without text, a note stands in their place.
+    """
+    parts, shown = [], images and not result.is_error and any(block.type == "image" for block in result.content)
     for block in result.content:
         inner = getattr(block, "resource", block)
         text = getattr(inner, "text", None)
         kind = getattr(inner, "mime_type", None) or block.type
-        parts.append(text if isinstance(text, str) else f"[{kind}, which cannot be shown]")
+        if shown and block.type == "image":
+            parts.append({"type": "image", "image": f"data:{kind};base64,{block.data}"})
+        else:
+            parts.append(text if isinstance(text, str) else f"[{kind}, which cannot be shown]")
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    return result.is_error, "\n".join(parts)
+    return result.is_error, parts if shown else "\n".join(parts)
 
 
 _entered: set[Connection] = set()

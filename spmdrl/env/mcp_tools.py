@@ -14,7 +14,7 @@ from typing import Any
 
 from spmdrl.config.dump import redact_text
 from spmdrl.env.base import BrokenError
-from spmdrl.env.mcp_connection import Connection, McpError, on_loop, text_of
+from spmdrl.env.mcp_connection import Connection, McpError, content_of, on_loop
 
 QUEUE_SECONDS = 3600.0
 """Maximum number of seconds that an episode waits in the queue before its server is started."""
@@ -52,6 +52,7 @@ class Mcp:
         shared: bool = False,
         timeout: float = 30.0,
         connect: float = 30.0,
+        images: bool = False,
     ) -> None:
         """Check and store the settings. No server is started.
 
@@ -67,6 +68,7 @@ class Mcp:
             timeout: time limit per call, in seconds.
             connect: time limit in seconds for a server to start and list its tools. A process starts at most four
                 servers at the same time; the time that a server waits for its turn does not count.
+            images: True to show the images in results, to a model that reads them; else a note stands in their place.
         """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         if bool(words) == bool(url):
@@ -77,7 +79,7 @@ class Mcp:
             raise ValueError("MCP tools need the package mcp, version 2 or later: pip install 'mcp>=2'")
         self.words, self.url, self.only = words, url, tuple(only)
         self.env, self.headers = _filled(env or {}, "env"), _filled(headers or {}, "headers")
-        self.timeout, self.connect = timeout, connect
+        self.timeout, self.connect, self.images = timeout, connect, images
         # Calls and starts have separate time limits. The worker's limit `timeout_s` also covers the time in the queue.
         self.timeout_s = QUEUE_SECONDS + timeout + connect
         key = json.dumps([words, url, self.env, self.headers, self.only])
@@ -97,8 +99,10 @@ class Mcp:
         """Return the tools as OpenAI function schemas. Raises BrokenError, like `reset`."""
         return self._connected().schemas
 
-    def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool and return its result as text. If the connection has ended, open a new one before the call.
+    def call(self, name: str, arguments: dict[str, Any]) -> str | list[Any]:
+        """Call a tool and return its result: text, or a list of texts and images.
+
+        If the connection has ended, a new one is opened before the call.
 
         Raises:
             McpError: the tool failed, or the server ended or did not answer.
@@ -106,15 +110,18 @@ class Mcp:
         """
         connection = self._connected()
         try:
-            failed, text = text_of(on_loop(connection.call(name, arguments), self.timeout))
+            failed, content = content_of(on_loop(connection.call(name, arguments), self.timeout), self.images)
         except LateError:
             raise McpError(f"the tool did not answer within {self.timeout:g} s") from None
         except Exception as error:
             why = connection.error_text(error)
             raise McpError(f"the MCP server ended during the call: {why}" if connection.ended else why) from None
+        if isinstance(content, list):
+            return [connection.without_secrets(each) if isinstance(each, str) else each for each in content]
+        text = connection.without_secrets(content)
         if failed:
-            raise McpError(connection.without_secrets(text) or "the tool failed")
-        return connection.without_secrets(text)
+            raise McpError(text or "the tool failed")
+        return text
 
     def close(self) -> None:
         """Close the connection unless it is shared, and end a server that `command` started. May be called twice."""

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from spmdrl.config.user_code import error_text
-from spmdrl.env.answers import cut_text, joined, raw_text
+from spmdrl.env.answers import cut_parts, cut_text, raw_text
 
 OPENING = "prompt_messages"
 """Row key under which the sampler passes all prompt messages, including the system message and history."""
@@ -20,13 +20,21 @@ class FailedError(Exception):
 def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
     """Return messages with valid text, and the number of truncated texts. A string is converted to a user message.
 
-    what: name of the environment's function that returned the value. longest, cut: as in `answers.cut_text`.
+    A content that shows images is a list of parts, as in `Reply.messages`. A list of parts is converted to a user
+    message. value: messages whose images are data URLs (`pictures.encoded`). what: name of the environment's function
+    that returned the value. longest, cut: as in `answers.cut_parts`.
 
     Raises:
         FailedError: the value is neither text nor messages.
     """
     given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
     given = [given] if isinstance(given, dict) else given
+    if (
+        isinstance(given, list)
+        and given
+        and all(isinstance(m, dict) and "type" in m and "role" not in m for m in given)
+    ):
+        given = [{"role": "user", "content": given}]
     if not isinstance(given, list | tuple):
         raise FailedError(f"must return messages, a text or None from {what}, and returned {type_name(given)}")
     out, cuts = [], 0
@@ -38,10 +46,13 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
             )
         content = message.get("content")
         try:
-            raw = joined(content) if isinstance(content, list) else raw_text(content)
-            text, was_cut = cut_text(raw, int(min(longest, len(raw))), cut)
-            cuts += was_cut
-            made = json.loads(json.dumps({**message, "content": text}))
+            if isinstance(content, list):
+                shown, were_cut = cut_parts(content, longest, cut)
+            else:
+                raw = raw_text(content)
+                shown, were_cut = cut_text(raw, int(min(longest, len(raw))), cut)
+            cuts += were_cut
+            made = json.loads(json.dumps({**message, "content": shown}))
         except (TypeError, ValueError) as e:
             raise FailedError(f"returned a message from {what} that is neither text nor JSON: {e}") from None
         if wrong := _wrong(made):
@@ -97,17 +108,28 @@ def prompt_of(row: dict) -> list[dict]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
 
 
-def opening(row: dict, text: str) -> list[dict]:
-    """Return the row's prompt, followed by the first observation `text`.
+def opening(row: dict, seen: str | list[dict]) -> list[dict]:
+    """Return the row's prompt, followed by the first observation `seen`, which is text or a list of parts.
 
-    The observation is appended to the last prompt message if that message is a user message with text. Otherwise it
-    becomes a separate message.
+    The observation is appended to the last prompt message if that message is a user message. Otherwise it becomes a
+    separate message.
     """
     messages = prompt_of(row)
-    if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
-        messages[-1]["content"] = "\n\n".join(part for part in (messages[-1]["content"], text) if part)
+    if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str | list):
+        messages[-1]["content"] = added(messages[-1]["content"], seen, "\n\n")
         return messages
-    return [*messages, {"role": "user", "content": text}]
+    return [*messages, {"role": "user", "content": seen}]
+
+
+def added(content: str | list[dict], more: str | list[dict], between: str = "") -> str | list[dict]:
+    """Return the content of a message followed by more content. between: stands between two texts."""
+    if isinstance(content, str) and isinstance(more, str):
+        return between.join(text for text in (content, more) if text)
+    if not content or not more:
+        return content or more
+    first, then = ([{"type": "text", "text": x}] if isinstance(x, str) else x for x in (content, more))
+    joint = [{"type": "text", "text": between}] if first[-1].get("type") == then[0].get("type") == "text" else []
+    return [*first, *(joint if between else []), *then]
 
 
 def seed_of(row: dict, seed: int) -> int:

@@ -9,6 +9,7 @@ from spmdrl.env.answers import CONTROLS
 from spmdrl.env.base import AssistantTurn, Call, Reply
 from spmdrl.env.call_reading import python_call
 from spmdrl.env.calls import FORMATS, format_of, parse, parse_turn
+from spmdrl.env.pictures import has_images, in_words
 from spmdrl.env.play import Play
 
 HELP = """\
@@ -78,6 +79,8 @@ def by_model(
     left = iter(range(turns))
 
     def next_turn(messages: list[dict[str, Any]]) -> AssistantTurn | None:
+        if has_images(messages):
+            raise ValueError("the environment shows an image, and --model plays with text only: play it by hand")
         if next(left, None) is None:
             return None
         turn = parse_turn(player.generate(messages, opened.tools), player.format or "none", opened.tools)
@@ -212,7 +215,7 @@ def _printable(text: str) -> str:
 
 def _message_line(message: dict[str, Any]) -> str:
     name = f" {message['name']}" if message.get("name") else ""
-    return _printable(f"{message['role']}{name}: {message.get('content') or ''}")
+    return _printable(f"{message['role']}{name}: {in_words(message.get('content'))}")
 
 
 def _call_line(call: Call) -> str:

@@ -1,17 +1,16 @@
 """Wraps environments and tools that were written for TRL (https://huggingface.co/docs/trl/openenv).
 
-A class for TRL's `environment_factory` has `reset(**columns)`, which returns None or a text that is appended to the
-last message of the row's prompt. Its other public methods are tools. The reward is the result of `get_reward()`, or the
-attribute `reward`.
+A class for TRL's `environment_factory` has `reset(**columns)`, which returns None, or a text or a list of parts that is
+appended to the last message of the row's prompt. Its other public methods are tools. The reward is the result of
+`get_reward()`, or the attribute `reward`.
 """
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.env.answers import joined
 from spmdrl.env.base import BrokenError, Stateless
-from spmdrl.env.messages import prompt_of
+from spmdrl.env.messages import added, prompt_of
 from spmdrl.env.operations import methods_of
 
 _OF_TRL = ("reset", "get_reward")
@@ -51,7 +50,7 @@ class FromTRL:
         self.parallel_calls = all(map(inspect.iscoroutinefunction, self.tools))
 
     def reset(self, row: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-        """Call `reset` with the columns that it takes, and append the returned text to the prompt."""
+        """Call `reset` with the columns that it takes, and append what it returns to the prompt."""
         parameters = inspect.signature(self.environment.reset).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         columns = {key: value for key, value in row.items() if takes_all or key in parameters}
@@ -64,14 +63,10 @@ class FromTRL:
                 "TRL, write reset(self, row, seed)"
             )
         observation = self.environment.reset(**columns)
-        if isinstance(observation, list):
-            observation = joined(observation)
-        if not isinstance(observation, str | None):
-            raise TypeError(f"reset must return a text or None, and returned {type(observation).__name__}")
+        if not isinstance(observation, str | list | None):
+            raise TypeError(f"reset must return a text, parts or None, and returned {type(observation).__name__}")
         messages = prompt_of(row) or [{"role": "user", "content": ""}]
-        content = messages[-1].get("content") or ""
-        text = joined(content) if isinstance(content, list) else str(content)
-        messages[-1]["content"] = text + (observation or "")
+        messages[-1]["content"] = added(messages[-1].get("content") or "", observation or "")
         return messages
 
     def reward(self) -> Any:

@@ -24,6 +24,7 @@ from spmdrl.data.scores import as_number
 from spmdrl.env.answers import Answer
 from spmdrl.env.base import EPISODE, BrokenError, digest
 from spmdrl.env.messages import prompt_of
+from spmdrl.env.pictures import open_image
 
 KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 OLD_NAME = "gsm8k"
@@ -41,6 +42,7 @@ class AgentData:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     image_data: Any = None
+    """PIL images of the prompt, followed by the images that tools returned; None if there are none."""
     video_data: Any = None
     metrics: dict[str, Any] = field(default_factory=dict)
     request_id: str = ""
@@ -70,7 +72,7 @@ class VerlTools:
     def __init__(self, parts: Parts, count_rewards: bool = True):
         self._parts, self._counts = parts, count_rewards
         self._kwargs: dict[str, dict[str, dict]] = {}
-        self._created: dict[str, asyncio.Task[tuple[str, str]]] = {}
+        self._created: dict[str, asyncio.Task[tuple[str, str | list]]] = {}
         self._agent = AgentData()
         self._id, self._tries = "", itertools.count()
         self._closed: asyncio.Event | None = None
@@ -89,9 +91,11 @@ class VerlTools:
             raise ValueError("the row's extra_info has need_tools_kwargs, but its tools_kwargs are empty: add them")
         await self._take_id(seed)
         self._agent = AgentData(messages=prompt_of(row), request_id=self._id, tools_kwargs=self._kwargs)
+        urls = [each for each in row.get("images") or () if isinstance(each, str) and each.startswith("data:")]
+        self._agent.image_data = [open_image(url) for url in urls] or None
         made = await asyncio.gather(*map(self._instance, self._kwargs))
-        texts = zip(self._kwargs, made, strict=True)
-        answers = [{"role": "tool", "name": name, "content": text} for name, (_, text) in texts if text]
+        shown = zip(self._kwargs, made, strict=True)
+        answers = [{"role": "tool", "name": name, "content": content} for name, (_, content) in shown if content]
         self._agent.messages += answers
         return list(self._agent.messages) if answers else None
 
@@ -110,7 +114,7 @@ class VerlTools:
         return [schema_of(tool) for tool in self._parts.tools.values()]
 
     async def call(self, name: str, arguments: dict) -> Answer:
-        """Execute a tool. Return its text and its reward.
+        """Execute a tool. Return its text and images, and its reward.
 
         Raises:
             BrokenError: `execute` did not return verl's three values.
@@ -122,11 +126,13 @@ class VerlTools:
         result = await _awaited(tool.execute(key, _arguments(tool, arguments), **{**more, **kwargs}))
         if not isinstance(result, tuple) or len(result) != 3:
             raise BrokenError(f"execute of {name} returned {type(result).__name__}, not (response, reward, metrics)")
-        text, reward = _text(result[0]), result[1]
-        self._agent.messages.append({"role": "tool", "name": name, "content": text})
+        content, reward = _content(result[0]), result[1]
+        self._agent.messages.append({"role": "tool", "name": name, "content": content})
+        if images := [part["image"] for part in content if isinstance(part, dict) and part["type"] == "image"]:
+            self._agent.image_data = [*(self._agent.image_data or ()), *images]
         if reward is not None:
             self._agent.tool_rewards.append(reward)
-        return Answer(text, reward if self._counts else None)
+        return Answer(content, reward if self._counts else None)
 
     async def reward(self) -> dict[str, float]:
         """Return each tool's `calc_reward` by the tool's name, and their sum as `score` (0 without `count_rewards`)."""
@@ -162,20 +168,20 @@ class VerlTools:
     def _of(self, name: str, keyword: str) -> dict:
         return self._kwargs.get(name, {}).get(keyword, {})
 
-    async def _instance(self, name: str) -> tuple[str, str]:
-        """Return a tool's id in this episode and the text from `create`, which is called again only if it failed."""
+    async def _instance(self, name: str) -> tuple[str, str | list]:
+        """Return a tool's id in this episode and the content from `create`, which is called again only if it failed."""
         task = self._created.get(name)
         if task is None or (task.done() and not _succeeded(task)):
             task = self._created[name] = asyncio.ensure_future(self._create(name))
         return await asyncio.shield(task)
 
-    async def _create(self, name: str) -> tuple[str, str]:
+    async def _create(self, name: str) -> tuple[str, str | list]:
         tool, kwargs = self._parts.tools[name], self._of(name, "create_kwargs")
         own = digest([self._id, name, next(self._tries)])
         more = {"create_kwargs": kwargs} if _takes(tool.create, "create_kwargs") else {}
         result = await _awaited(tool.create(own, **{**more, **kwargs}))
         key, response = result if isinstance(result, tuple) else (result, "")
-        return (key if isinstance(key, str) else own), _text(response)
+        return (key if isinstance(key, str) else own), _content(response)
 
 
 class VerlInteraction(VerlTools):
@@ -207,8 +213,8 @@ class VerlInteraction(VerlTools):
         self._instance_id = key if isinstance(key, str) else self._id
         return begun
 
-    async def step(self, message: dict) -> tuple[str | None, float | None, bool]:
-        """Let the interaction answer a message without tool calls. Return (text, score, whether the episode ends)."""
+    async def step(self, message: dict) -> tuple[str | list | None, float | None, bool]:
+        """Let the interaction answer a message without tool calls. Return (content, score, whether it is over)."""
         agent = self._agent
         agent.messages.insert(self._answered, message)
         self._answered = len(agent.messages)
@@ -227,12 +233,12 @@ class VerlInteraction(VerlTools):
                 f"generate_response of the interaction {self._interaction_name} returned {type(result).__name__}, not "
                 "(should_terminate, response, score, other data)"
             )
-        done, text, score = bool(result[0]), _text(result[1]), result[2]
-        agent.messages.append({"role": "user", "content": text})
+        done, content, score = bool(result[0]), _content(result[1]), result[2]
+        agent.messages.append({"role": "user", "content": content})
         self._answered += 1
         if score is not None:
             agent.turn_scores.append(score)
-        return text, score if self._counts else None, done
+        return content, score if self._counts else None, done
 
     async def _release(self) -> None:
         await super()._release()
@@ -266,16 +272,22 @@ def _present(given: dict) -> dict:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _text(response: Any) -> str:
-    """Return the text of an answer, which is verl's ToolResponse, a dict with its keys, or (in old versions) text."""
+def _content(response: Any) -> str | list:
+    """Return the content of an answer, which is verl's ToolResponse, a dict with its keys, or (in old versions) text.
+
+    As in verl, images stand before the text. Videos are left out.
+    """
     if response is None or isinstance(response, str):
         return response or ""
     if not isinstance(response, dict):
         if not hasattr(response, "text"):
             return str(response)
         response = {key: getattr(response, key, None) for key in ("text", "image", "video")}
-    left_out = [f"({len(response[kind])} {kind}s are not shown)" for kind in ("image", "video") if response.get(kind)]
-    return "\n".join([*([response["text"]] if response.get("text") else []), *left_out])
+    texts = [response["text"]] if response.get("text") else []
+    text = "\n".join([*texts, *([f"({len(response['video'])} videos are not shown)"] if response.get("video") else [])])
+    images = response.get("image") or ()
+    shown = [{"type": "image", "image": each} for each in (images if isinstance(images, list | tuple) else [images])]
+    return [*shown, *([{"type": "text", "text": text}] if text else [])] if shown else text
 
 
 async def _awaited(value: Any) -> Any:

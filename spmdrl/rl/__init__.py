@@ -12,6 +12,7 @@ grade.py         sends episodes to the reward function and collects their reward
 environment.py   the interface that environments implement, and the default single-turn environment
 agents.py        multi-turn conversations with environments in worker processes
 conversation_state.py  the state of an episode's conversation, which later steps or processes can resume
+shown_images.py  images in the messages of a conversation: reads them, names them, expands their placeholders
 fill_batch.py    runs rollouts until a step has enough prompts
 evaluation.py    evaluates the policy on a prompt set
 score.py         computes the inputs of the update: shaped rewards, old and reference logp, values

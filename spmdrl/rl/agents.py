@@ -2,27 +2,29 @@
 
 The environment opens the conversation. Each response is then parsed (`env/calls.py`) and sent to the environment
 (`env/pool.py`). The environment's answer is tokenized and appended, and the policy continues from there
-(`data/conversation.py`). At the end the environment scores the conversation. All open conversations of an engine run
+(`data/conversation.py`). Images in messages are read when they arrive, and their placeholders are expanded once
+(`shown_images.py`). At the end the environment scores the conversation. All open conversations of an engine run
 concurrently, so a slow tool delays only its own episode.
 """
 
 import math
 import time
-from collections.abc import Callable
-
-import torch
+from collections.abc import Callable, Mapping
 
 from spmdrl.config.environment import ROWS, EnvironmentConfig
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
-from spmdrl.data.segment import shared_length
+from spmdrl.data.segment import Segment, Shown, prompt_segment, shared_length
 from spmdrl.env.base import Reply, limits_of
 from spmdrl.env.calls import parse_turn
 from spmdrl.env.pool import Pool
 from spmdrl.rl.conversation_state import ConversationState, opening_of, size_of
 from spmdrl.rl.environment import COUNTS, Environment, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
+from spmdrl.rl.shown_images import expanded, names_in, read_reply
 from spmdrl.rl.tool_calls import form_of, unfit
+from spmdrl.session.image_reader import ImageReader
+from spmdrl.spmd.payload import Payload
 from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
@@ -45,16 +47,19 @@ class Agents(Environment):
         longest_prompt: int,
         answer_column: str,
         weight: float,
+        images: ImageReader | None = None,
     ):
         """Start the workers. Create the environment once to check it, unless each row names its own environment.
 
         ends: tokens that end a response. answer_column: another key, besides `ground_truth`, for the ground truth in
         the environment's row. weight: scaling factor for the environment's rewards (`config.environment.weight_of`).
+        images: reads the images that environments show; None if the run reads text only.
 
         Raises:
             ValueError: the environment does not exist, the chat template does not render its tools, or the format of
                 its tool calls is unknown.
         """
+        super().__init__(images)
         self.found, self.renderer, self.ends = found, renderer, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
         self.format, self.hidden = form_of(found, renderer), found.calls != "auto"
@@ -71,7 +76,6 @@ class Agents(Environment):
         self.turn_tokens, self.most_open = found.turn_tokens, found.max_open
         self.episodes: dict[Place, Episode] = {}
         """Episodes whose conversations are open, by (position, sample)."""
-        self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
 
     # ── methods of `Environment` ─────────────────────────────────────────────
@@ -83,7 +87,8 @@ class Agents(Environment):
         # from evaluation, and does not change when a later step continues the group.
         seed = seed_for(plan.key[0], SEED, group.born, prompt.index, group.position)
         try:
-            opening = opening_of(self.found, prompt, self.answer_column, seed)
+            urls = self.images.urls(prompt.images) if self.images else ()
+            opening = opening_of(self.found, prompt, self.answer_column, seed, urls)
         except ValueError as error:
             self._fail(episode, str(error))
             return
@@ -183,6 +188,7 @@ class Agents(Environment):
             self.counts[name] += reply.counts.get(name, 0.0)
         state.calls += reply.counts.get("calls", 0.0)
         again = request == "open" and state.reopening
+        reply, held = read_reply(reply, self.images, state.name)
         failure = reply.failure or (state.difference(reply) if again else "")
         if failure and again and not state.next_request:
             # The engine is still sampling a response for this episode, so end the episode after that response.
@@ -193,9 +199,9 @@ class Agents(Environment):
         elif again:
             state.tools, state.reopening = reply.tools, False
         elif request == "open":
-            self._opened(episode, state, reply)
+            self._opened(episode, state, reply, held)
         elif request == "say":
-            self._answered(episode, state, reply)
+            self._answered(episode, state, reply, held)
         else:
             state.total += reply.reward or 0.0
             reward = self.weight * state.reward
@@ -208,7 +214,16 @@ class Agents(Environment):
             begin, state.next_request = state.next_request, None
             begin()
 
-    def _opened(self, episode: Episode, state: ConversationState, reply: Reply) -> None:
+    def _expanded(
+        self, episode: Episode, tokens: list[int], messages: list[dict], held: Mapping[str, Payload]
+    ) -> tuple[list[int], Shown]:
+        """Return the tokens of messages with expanded placeholders, and the images that they show."""
+        if self.images is None:
+            return tokens, ()
+        earlier = {image.name: image for s in episode.segments for _, image in s.images}
+        return expanded(self.images, tokens, [(earlier | held)[name] for name in names_in(messages)])
+
+    def _opened(self, episode: Episode, state: ConversationState, reply: Reply, held: Mapping[str, Payload]) -> None:
         state.tools = reply.tools
         if why := unfit(self.found, self.renderer, self.format, state.tools):
             self._fail(episode, f"{state.name}: {why}")
@@ -220,15 +235,16 @@ class Agents(Environment):
             return
         try:
             tokens = state.prompt(self.renderer, self.hidden)
+            tokens, images = self._expanded(episode, tokens, state.messages, held)
         except ValueError as error:
             self._fail(episode, f"{state.name}: {error}")
             return
         if len(tokens) > self.longest_prompt:
             self._too_long(episode, f"{len(tokens)} tokens")
             return
-        self.ready.append((place_of(episode), Observation(tokens)))
+        self.ready.append((place_of(episode), Observation(tokens, images=images)))
 
-    def _answered(self, episode: Episode, state: ConversationState, reply: Reply) -> None:
+    def _answered(self, episode: Episode, state: ConversationState, reply: Reply, held: Mapping[str, Payload]) -> None:
         """Process the answer to a turn: continue the episode or end it."""
         state.reward = reply.reward or 0.0
         state.total += state.reward
@@ -245,23 +261,27 @@ class Agents(Environment):
         if self.found.max_seconds and time.monotonic() - state.began > self.found.max_seconds:
             self._score(episode, "time")
             return
-        path = episode.tokens
-        if size_of(reply.messages) > CHARACTERS * (len(path) + state.room):
+        if size_of(reply.messages) > CHARACTERS * (len(episode) + state.room):
             self._score(episode, "length")
             return
         try:
             tokens, anew = state.next_tokens(self.renderer, self.hidden, before, reply, *self._response(episode))
+            tokens, images = self._expanded(episode, tokens, state.messages if anew else reply.messages, held)
         except ValueError as error:
             self._fail(episode, f"{state.name}: {error}")
             return
         # At least the last token of a branch counts as new, even if the earlier path already contains the whole branch.
-        shared = min(shared_length(path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
+        shared = 0
+        if anew:
+            both = episode.along(Segment.distinct), prompt_segment(tokens, images).distinct()
+            shared = min(shared_length(*both), len(tokens) - 1)
         if state.room <= len(tokens) - shared:
             self._score(episode, "length")
             return
         self.counts["forks"] += anew
         number, reward = state.state_number(reply.state_key), self.weight * state.reward
-        self.ready.append((place_of(episode), Observation(tokens, state=number, anew=anew, reward=reward)))
+        seen = Observation(tokens, state=number, anew=anew, reward=reward, images=images)
+        self.ready.append((place_of(episode), seen))
         state.reward = 0.0
 
     def _score(self, episode: Episode, finish: str) -> None:

@@ -28,7 +28,7 @@ from spmdrl.rl.compose import compose
 from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment, OnFirstRank
 from spmdrl.rl.evaluation import Evaluation
-from spmdrl.rl.image_checks import check_image_prompts
+from spmdrl.rl.image_checks import check_image_prompts, text_setting
 from spmdrl.rl.reading import at_last, reading_of
 from spmdrl.rl.run import PolicyGradient, Run
 from spmdrl.rl.sampler import Sampler
@@ -82,7 +82,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     environment = None
     if cfg.env and world.samples:
-        environment = open_environment(session, read.tokenizer, read.stop, read.limit)
+        environment = open_environment(session, read.tokenizer, read.stop, read.limit, read.images)
     models = open_models(session, algo, read)
     if judges and models.policy:
         judges.frozen.check_policy(models.policy)
@@ -171,10 +171,13 @@ def open_models(session: Session[Config], algo: Algorithm, read: Sources) -> Mod
     return models
 
 
-def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment:
+def open_environment(
+    session: Session[Config], tokenizer, ends: set[int], room: int, images: ImageReader | None
+) -> Environment:
     """Open the environment for episodes on this rank's engine. Collective over the engine.
 
-    ends: tokens that end a response. room: maximum length of an episode's first prompt in tokens.
+    ends: tokens that end a response. room: maximum length of an episode's first prompt in tokens. images: reads the
+    images that environments show; None if the model reads text only.
 
     Raises:
         ValueError: the environment does not exist, or the chat template cannot render conversations.
@@ -185,7 +188,8 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
     found, renderer = conversation_of(cfg, tokenizer)
     if world.engine_tp_rank:
         return OnFirstRank(found.turn_tokens, found.max_open)
-    agents = Agents(found, renderer, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
+    images = None if text_setting(cfg) else images
+    agents = Agents(found, renderer, ends, room, cfg.data.answer_column, weight_of(cfg.reward), images)
     session.note(f"environment {cfg.env}: {agents.hello}; calls in the format {agents.format}")
     if renderer.rewrites:
         way = "continues with the sampled tokens" if found.history == "keep" else "starts a branch"

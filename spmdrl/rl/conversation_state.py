@@ -1,7 +1,7 @@
 """State of an episode's conversation with an environment, which a later step or another process can resume."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from spmdrl.data.prompts import Prompt
 from spmdrl.data.segment import STATES
 from spmdrl.env.base import AssistantTurn, Call, Opening, Reply
 from spmdrl.env.messages import OPENING
+from spmdrl.rl.shown_images import bare, filled, parts_in
 
 KEYS = ("name", "settings")
 """Keys that an object in a row's environment column may have: the environment's name and its settings."""
@@ -30,7 +31,8 @@ class ConversationState:
     """
 
     messages: list[dict] = field(default_factory=list)
-    """Messages up to the last observation. An answer that rewrites the history replaces all messages."""
+    """Messages up to the last observation. An answer that rewrites the history replaces all messages. Images are named
+    (`shown_images.py`)."""
     tools: list[dict] = field(default_factory=list)
     turns: list[AssistantTurn] = field(default_factory=list)
     """The policy's turns that the environment received, in order."""
@@ -119,16 +121,16 @@ class ConversationState:
         return before
 
     def prompt(self, renderer: Conversation, hidden: bool) -> list[int]:
-        """Return the tokens of all messages, as `Conversation.begin` does.
+        """Return the unexpanded tokens of all messages, as `Conversation.begin` does.
 
         hidden: True if the template may omit the tools.
         """
-        return renderer.of(self.variables).begin(self.messages, self.tools or None, hidden)
+        return renderer.of(self.variables).begin(bare(self.messages), self.tools or None, hidden)
 
     def next_tokens(
         self, renderer: Conversation, hidden: bool, before: list[dict], reply: Reply, made: list[int], ended: bool
     ) -> tuple[list[int], bool]:
-        """Return the tokens that the policy continues from, and True if they are its complete context.
+        """Return the unexpanded tokens that the policy continues from, and True if they are its complete context.
 
         before: messages before the last turn. reply: answer to the last turn, already added by `add_answer`. made:
         tokens of the turn. ended: True if the turn's last token is an end-of-turn token.
@@ -139,7 +141,8 @@ class ConversationState:
         if reply.anew:
             return self.prompt(renderer, hidden), True
         renderer = renderer.of(self.variables)
-        seen = renderer.next(before, self.turns[-1].message, self.tools or None, made, ended, reply.messages)
+        turn, new = self.turns[-1].message, bare(reply.messages)
+        seen = renderer.next(bare(before), turn, self.tools or None, made, ended, new)
         if seen.fork is None and not seen.tokens:
             raise ValueError(f"{renderer.name} renders no text for the answer to a turn")
         return (seen.tokens, False) if seen.fork is None else (seen.fork, True)
@@ -176,10 +179,13 @@ class ConversationState:
         return self.opening.name if self.opening else ""
 
 
-def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int) -> Opening:
+def opening_of(
+    found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int, images: Sequence[str] = ()
+) -> Opening:
     """Return the `Opening` for a prompt's environment: its name, settings, row and seed.
 
-    answer_column: another key, besides `ground_truth`, for the ground truth in the row.
+    answer_column: another key, besides `ground_truth`, for the ground truth in the row. images: the prompt's images as
+    data URLs, which stand in their places in the prompt and, in the same order, in the row's column `images`.
 
     Raises:
         ValueError: each row must name its environment, and this row names none or has an unknown key.
@@ -188,6 +194,13 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
     row |= {"prompt": prompt.content, answer_column: prompt.ground_truth, "ground_truth": prompt.ground_truth}
     if prompt.opening is not None:
         row[OPENING] = prompt.opening
+    if images:
+        row["images"] = list(images)
+        assert isinstance(prompt.content, list)
+        whole = filled(prompt.opening or prompt.content, images)
+        row["prompt"] = whole[-len(prompt.content) :]
+        if prompt.opening is not None:
+            row[OPENING] = whole
     name, settings = found.environment, found.settings
     if name == ROWS:
         named = prompt.extra.get(COLUMN)
@@ -207,5 +220,6 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
 
 
 def size_of(messages: list[dict]) -> int:
-    """Return the total number of characters in the messages' text."""
-    return sum(len(message["content"]) for message in messages)
+    """Return the total number of characters in the messages' text; images do not count."""
+    texts = [message["content"] for message in messages if isinstance(message["content"], str)]
+    return sum(map(len, texts)) + sum(len(part["text"]) for part in parts_in(messages) if part["type"] == "text")

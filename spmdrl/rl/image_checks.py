@@ -19,13 +19,18 @@ def check_image_prompts(cfg: Config, prompts: PromptSet, folder: Path) -> None:
     row = next((prompt.index for prompt in prompts.prompts if prompt.images), None)
     if row is None:
         return
-    if setting := next(_of_text(cfg), ""):
+    if setting := text_setting(cfg):
         raise ValueError(
             f"{setting} reads text only, and {prompts.source} has prompts with images (the first is row {row}): change "
             "this setting, or leave these rows out"
         )
     for flag, path in _models(cfg):
         check_same_images(path, folder, cfg.model.trust_remote_code, flag)
+
+
+def text_setting(cfg: Config) -> str:
+    """Return a setting of a run that supports text only, or an empty string if all support images."""
+    return next(_of_text(cfg), "")
 
 
 def _of_text(cfg: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from spmdrl.data.image_files import decode_all, name_of
+from spmdrl.data.image_files import data_url, decode_all, name_of
 from spmdrl.data.prompt_images import PromptImage
 from spmdrl.data.row_columns import RowError
 from spmdrl.data.segment import Shown
@@ -31,6 +31,7 @@ class ImageReader:
         """Store the arguments. folder: folder of the model. mark: text of the placeholder token."""
         self.folder, self.vision, self.mark = folder, vision, mark
         self.last: tuple[Sequence[PromptImage], Shown] = (), ()
+        self.last_urls: tuple[Sequence[PromptImage], list[str]] = (), []
         self.known: OrderedDict[str, Payload] = OrderedDict()
         self.bytes = 0
 
@@ -78,6 +79,13 @@ class ImageReader:
                 )
         self.last = images, tuple((each.at, payload) for each, payload in zip(images, found, strict=True))
         return self.last[1]
+
+    def urls(self, images: Sequence[PromptImage]) -> list[str]:
+        """Return a prompt's images as data URLs, for its environment. Raises ValueError as `read_again` does."""
+        if images and self.last_urls[0] is not images:
+            self.read_again(images)
+            self.last_urls = images, [data_url(each.source, each.folder, LARGEST) for each in images]
+        return self.last_urls[1] if images else []
 
     def expand(self, ids: Any, images: Sequence[Payload]) -> Expanded:
         """Return the result of `hub.expand.expand`. Raises RowError instead of ValueError."""

@@ -300,8 +300,15 @@ def make(file):
 class Played:
     """A group of episodes whose responses come from lists, one for each episode."""
 
-    def __init__(self, agents: Agents, *scripts: list[str], row: dict | None = None, tokens: int = 4000):
-        prompt = Prompt(7, [], "truth", "source", row or {}, "", "go")
+    def __init__(
+        self,
+        agents: Agents,
+        *scripts: list[str],
+        row: dict | None = None,
+        tokens: int = 4000,
+        prompt: Prompt | None = None,
+    ):
+        prompt = prompt or Prompt(7, [], "truth", "source", row or {}, "", "go")
         self.agents, self.scripts = agents, [list(script) for script in scripts]
         self.plan = RolloutPlan("test", [prompt], len(scripts), (3, 0), 0, tokens, 1.0)
         self.plan.turn_tokens = agents.turn_tokens

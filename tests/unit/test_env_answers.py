@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.env import Answer
-from spmdrl.env.answers import BadRewardError, cut_text, joined, tool_result, valid
+from spmdrl.env.answers import BadRewardError, cut_parts, cut_text, tool_result, valid
 
 
 class Mute:
@@ -165,7 +165,7 @@ def test_surrogates(units):
 
 
 def test_blocks_of_text():
-    assert joined([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
-    for bad in ([{"type": "image", "image": 1}], ["text"], [{"type": "text"}]):
-        with pytest.raises(TypeError, match="only text blocks are supported"):
-            joined(bad)
+    assert cut_parts([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], 10, "head") == ("ab", 0)
+    for bad in ([{"type": "image", "image": 1}], ["text"], [{"type": "text"}], [{"type": "video", "video": "a"}]):
+        with pytest.raises(TypeError, match="neither text nor an image"):
+            cut_parts(bad, 10, "head")

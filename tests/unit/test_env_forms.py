@@ -9,6 +9,7 @@ import pytest
 import spmdrl
 from spmdrl.env.builtin import Guess
 from spmdrl.env.forms import functions_of, load
+from spmdrl.env.messages import messages_of
 from spmdrl.env.operations import tool_of
 
 TINY = Path(spmdrl.__file__).parent / "assets" / "tiny" / "tokenizer.json"
@@ -105,8 +106,9 @@ class Judged(Trl):
         return {"score": 0.5, "part": 1}
 
 class Images(Trl):
-    def reset(self, **kwargs):
-        return [{"type": "image", "image": None}]
+    def reset(self, sound=None, **kwargs):
+        seen = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "See."}]
+        return {"sound": sound} if sound else seen
 
 large = functools.partial(Own, size=30)
 '''
@@ -206,11 +208,18 @@ def test_class_of_trl(file):
     assert [tool.__name__ for tool in environment.tools] == ["step"]
     assert environment.tools[0](letter="a") == "yes" and environment.reward() == 1.0
     judged = load(f"{file}:Judged").make({})
-    assert judged.reset({"prompt": prompt, "no": "parameter"}, 0)[-1]["content"] == "Guess.!"
+    told = judged.reset({"prompt": prompt, "no": "parameter"}, 0)
+    assert messages_of(told, "reset", 100, "head")[0][-1]["content"] == "Guess.!"
     assert [tool.__name__ for tool in judged.tools] == ["step"]
     assert judged.reward() == {"score": 0.5, "part": 1}
-    with pytest.raises(TypeError, match="block of type image, but only text blocks"):
-        load(f"{file}:Images").make({}).reset({"prompt": prompt}, 0)
+    shows, seen = (
+        load(f"{file}:Images").make({}),
+        [{"type": "image", "image": "a.png"}, {"type": "text", "text": "See."}],
+    )
+    assert shows.reset({"prompt": prompt}, 0)[-1]["content"] == [{"type": "text", "text": "Guess."}, *seen]
+    assert shows.reset({}, 0) == [{"role": "user", "content": seen}]
+    with pytest.raises(TypeError, match="a text, parts or None, and returned dict"):
+        shows.reset({"prompt": prompt, "sound": "a.wav"}, 0)
 
 
 # ── the built-in game ────────────────────────────────────────────────────────

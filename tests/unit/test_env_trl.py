@@ -347,7 +347,7 @@ def test_observations_of_blocks(pool, file):
 
 
 @pytest.mark.parametrize(
-    "name, message", [("Pictures", "image"), ("Bad", "reset must return a text or None, and returned int")]
+    "name, message", [("Pictures", "image"), ("Bad", "reset must return a text, parts or None, and returned int")]
 )
 def test_observations_that_fail(pool, file, name, message):
     pool.open("bad", Opening(f"{file}:{name}", {"prompt": "?", "target": 1}, 7))

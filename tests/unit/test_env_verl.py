@@ -105,7 +105,7 @@ class Later(BaseTool):
         return instance_id, ToolResponse()
 
     async def execute(self, instance_id, parameters, **kwargs):
-        return {"text": self.seen, "image": [object()]}, None, {}
+        return {"text": self.seen, "image": ["a.png"], "video": [1, 2]}, None, {}
 
 
 class Nameless(BaseTool):
@@ -371,7 +371,8 @@ def test_the_older_and_the_newer_forms_of_tools(users):
         return await played(env, row, [[("old", {"word": "abc"}), ("later", {"all": ["a"]})]])
 
     _, said = asyncio.run(run())
-    assert said == [[Answer("mine cba", 0.5), Answer("psst\n(1 images are not shown)", None)]]
+    shown = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "psst\n(2 videos are not shown)"}]
+    assert said == [[Answer("mine cba", 0.5), Answer(shown, None)]]
     assert env.tool_schemas()[1]["function"]["parameters"]["properties"]["all"]["items"] == {"type": "string"}
 
 
