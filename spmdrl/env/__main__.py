@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.environment import ROWS, read_environment
+from spmdrl.data.images import has_items
 from spmdrl.env.base import limits_of
 from spmdrl.env.calls import FORMATS
+from spmdrl.env.pictures import row_with_images
 from spmdrl.env.play import Play, PlayError
 from spmdrl.env.terminal import by_hand, by_model, load_player
 
@@ -54,7 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     trial.add_argument(
         "name", metavar="ENVIRONMENT", help="file.py:Class, package.module:Class, builtin:guess, or a YAML file"
     )
-    trial.add_argument("--row", default="{}", help="row of the data as a JSON object; its `prompt` is text or messages")
+    trial.add_argument(
+        "--row",
+        default="{}",
+        help="row of the data as a JSON object; its `prompt` is text or messages, its `images` are paths",
+    )
     trial.add_argument("--seed", type=int, default=0, help="seed of the first episode; each later one adds 1")
     trial.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="argument of the class; VALUE is JSON or text"
@@ -137,7 +143,7 @@ def _row(text: str) -> dict[str, Any]:
         raise ValueError(f"--row is not valid JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError('--row must be a JSON object of columns, such as {"prompt": "..."}')
-    return row
+    return row_with_images(row) if has_items(row, text_only=True) else row
 
 
 def _settings(given: list[str]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ imported only if there is an image.
 """
 
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from spmdrl.data.images import HOLDERS, TYPES
+from spmdrl.data.images import HOLDERS, TYPES, illustrated
 from spmdrl.env.base import BrokenError
 
 PIXELS = 1 << 24
@@ -53,6 +54,41 @@ def encoded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [encoded(each) if isinstance(each, dict) else each for each in value]
     return value
+
+
+def parts_in(messages: Sequence[dict]) -> Iterator[Part]:
+    """Yield the parts of all messages whose content is a list."""
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            yield from message["content"]
+
+
+def with_images(messages: Sequence[dict], images: Iterable[dict]) -> list[dict]:
+    """Return messages in which the parts with images have other keys. images: the keys of each part, in order."""
+    out, left = [], iter(images)
+    for message in messages:
+        content: Any = message.get("content")
+        if isinstance(content, list):
+            content = [{"type": "image"} | next(left) if part["type"] == "image" else part for part in content]
+            message = message | {"content": content}
+        out.append(message)
+    return out
+
+
+def row_with_images(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as a run gives it to an environment: its images as data URLs, and in their places in the prompt.
+
+    Raises ValueError if an image cannot be read, or if the numbers of places and images differ.
+    """
+    prompt = row.get("prompt") or ""
+    found = illustrated(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    if not found.images:
+        return row
+    try:
+        urls = [_url({"image": each}) for each in found.images]
+    except BrokenError as e:
+        raise ValueError(str(e)) from e
+    return {**row, "images": urls, "prompt": with_images(found.messages, [{"image": url} for url in urls])}
 
 
 def open_image(source: Any) -> Any:

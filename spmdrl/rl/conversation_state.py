@@ -11,7 +11,8 @@ from spmdrl.data.prompts import Prompt
 from spmdrl.data.segment import STATES
 from spmdrl.env.base import AssistantTurn, Call, Opening, Reply
 from spmdrl.env.messages import OPENING
-from spmdrl.rl.shown_images import bare, filled, parts_in
+from spmdrl.env.pictures import parts_in, with_images
+from spmdrl.rl.shown_images import bare
 
 KEYS = ("name", "settings")
 """Keys that an object in a row's environment column may have: the environment's name and its settings."""
@@ -197,7 +198,7 @@ def opening_of(
     if images:
         row["images"] = list(images)
         assert isinstance(prompt.content, list)
-        whole = filled(prompt.opening or prompt.content, images)
+        whole = with_images(prompt.opening or prompt.content, [{"image": url} for url in images])
         row["prompt"] = whole[-len(prompt.content) :]
         if prompt.opening is not None:
             row[OPENING] = whole

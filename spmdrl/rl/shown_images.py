@@ -5,34 +5,15 @@ instead (`Payload.name`), which depends on the content alone: `{"type": "image",
 episode hold the payloads. Chat templates get `{"type": "image"}`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
 
 from spmdrl.data.segment import Shown
 from spmdrl.env.base import Reply
+from spmdrl.env.pictures import parts_in, with_images
 from spmdrl.session.image_reader import ImageReader
 from spmdrl.spmd.payload import Payload
-
-
-def parts_in(messages: Sequence[dict]) -> Iterator[dict]:
-    """Yield the parts of all messages whose content is a list."""
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            yield from message["content"]
-
-
-def _with_images(messages: Sequence[dict], images: Iterable[dict]) -> list[dict]:
-    """Return messages in which each part with an image has other keys. images: the keys of each part, in order."""
-    out, left = [], iter(images)
-    for message in messages:
-        content: Any = message.get("content")
-        if isinstance(content, list):
-            content = [{"type": "image"} | next(left) if part["type"] == "image" else part for part in content]
-            message = message | {"content": content}
-        out.append(message)
-    return out
 
 
 def read_reply(reply: Reply, images: ImageReader | None, name: str) -> tuple[Reply, dict[str, Payload]]:
@@ -61,7 +42,7 @@ def _named(messages: list[dict], images: ImageReader | None, held: dict[str, Pay
         )
     payloads = images.read(sources, "")
     held |= {payload.name: payload for payload in payloads}
-    return _with_images(messages, [{"name": payload.name} for payload in payloads])
+    return with_images(messages, [{"name": payload.name} for payload in payloads])
 
 
 def expanded(reader: ImageReader, tokens: list[int], images: Sequence[Payload]) -> tuple[list[int], Shown]:
@@ -86,9 +67,4 @@ def names_in(messages: Sequence[dict]) -> list[str]:
 
 def bare(messages: Sequence[dict]) -> list[dict]:
     """Return messages for a chat template: each image is `{"type": "image"}`."""
-    return _with_images(messages, repeat({}))
-
-
-def filled(messages: Sequence[dict], sources: Sequence[Any]) -> list[dict]:
-    """Return a prompt's messages with its images in their places. sources: one for each place, in order."""
-    return _with_images(messages, [{"image": source} for source in sources])
+    return with_images(messages, repeat({}))

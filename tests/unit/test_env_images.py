@@ -1,24 +1,27 @@
 """Images of environments and tools, from their code to the messages of replies."""
 
 import base64
+import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from spmdrl.env import Answer, open_image
+from spmdrl.env.__main__ import main
 from spmdrl.env.answers import tool_result
 from spmdrl.env.base import BrokenError
 from spmdrl.env.messages import FailedError, added, messages_of, opening
-from spmdrl.env.pictures import PIXELS, encoded, in_words
+from spmdrl.env.pictures import PIXELS, encoded, in_words, row_with_images
 from spmdrl.env.play import Play, PlayError
 from spmdrl.env.terminal import by_hand
 
+ROOT = Path(__file__).resolve().parents[2]
 USER = '''
-import io
 import numpy as np
 from PIL import Image
 
@@ -198,6 +201,48 @@ def test_the_terminal_shows_that_an_image_is_there(album):
     by_hand(album, {}, 0, lambda _: next(typed).replace("('", "(what='"), lines.append)
     assert "user: [image 64x48] Look." in lines and "tool see: [image 64x48]" in lines
     assert in_words("text") == "text" and in_words(None) == ""
+
+
+def test_the_recipe_shows_a_small_picture_and_its_parts(tmp_path):
+    sys.path.insert(0, str(ROOT))
+    from recipes.vl_zoom.pictures import draw, write
+
+    file = write(tmp_path, "train", range(2), 896)
+    row = json.loads(file.read_text().splitlines()[1])
+    picture, word, (left, top, right, bottom) = draw(1, 896)
+    assert row["answer"] == word
+    row = row_with_images(row | {"images": [str(tmp_path / row["images"][0])]})
+    with Play(str(ROOT / "recipes/vl_zoom/zoom.py:Zoom"), {"looks": 2}) as play:
+        (first,) = play.open(row).messages
+        small = pixels(first["content"][0])
+        assert small.shape == (224, 224, 3) and "zoom" in first["content"][1]["text"]
+        assert np.array_equal(small, np.asarray(picture.resize((224, 224))))
+        x, y = left * 1000 // 896, top * 1000 // 896
+        (part,) = play.call("zoom", x=x, y=y, w=50, h=50).messages[0]["content"]
+        box = x * 896 // 1000, y * 896 // 1000, -(-(x + 50) * 896 // 1000), -(-(y + 50) * 896 // 1000)
+        crop = picture.crop(box)
+        scale = 224 / max(crop.size)
+        assert box[0] <= left and box[2] >= right and box[3] >= bottom, "the whole word is shown"
+        assert np.array_equal(pixels(part), np.asarray(crop.resize([round(each * scale) for each in crop.size])))
+        wrong = play.call("zoom", x=990, y=0, w=50, h=50).messages[0]["content"]
+        assert "the part must lie inside the picture" in wrong
+        assert isinstance(play.call("zoom", x=0, y=0, w=1000, h=1000).messages[0]["content"], list)
+        assert "2 times already" in play.call("zoom", x=0, y=0, w=9, h=9).messages[0]["content"]
+        done = play.say(f"The word is {word.lower()}.")
+        assert done.done and done.reward == 1.0 and play.score().parts == {"looks": 2.0}
+        play.open(row)
+        assert play.say("It is XXXX").reward == 0.0
+
+
+def test_try_places_the_images_of_a_row(tmp_path, capsys, monkeypatch):
+    Image.fromarray(noise(0)).save(tmp_path / "a.png")
+    row = {"prompt": "Which <image>word?", "images": [str(tmp_path / "a.png")], "answer": "a"}
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/quit\n"))
+    assert main(["try", str(ROOT / "recipes/vl_zoom/zoom.py:Zoom"), "--row", json.dumps(row)]) == 0
+    assert "user: Which  [image 64x48] word?" in capsys.readouterr().out
+    row |= {"images": [str(tmp_path / "b.png")]}
+    assert main(["try", str(ROOT / "recipes/vl_zoom/zoom.py:Zoom"), "--row", json.dumps(row)]) == 2
+    assert "there is no image file" in capsys.readouterr().err
 
 
 def test_a_worker_imports_no_library_for_images():

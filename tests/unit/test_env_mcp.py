@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("mcp")
 
-from spmdrl.env import mcp_tools
+from spmdrl.env import mcp_tools, open_image
 from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import McpError
 from spmdrl.env.mcp_tools import Mcp
@@ -33,6 +33,15 @@ calls = 0
 def add(a: int, b: int = 1) -> int:
     """Add two numbers."""
     return a + b
+
+
+@server.tool()
+def picture() -> list:
+    """Draw."""
+    from mcp.types import ImageContent, TextContent
+
+    png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
+    return [TextContent(type="text", text="look"), ImageContent(type="image", data=png, mime_type="image/png")]
 
 
 @server.tool()
@@ -165,6 +174,18 @@ def test_a_server_that_episodes_share(script):
     with pytest.raises(McpError, match="no tool 'add'"):
         other.call("add", {"a": 1})
     os.kill(int(first[1]), signal.SIGKILL)
+
+
+def test_images_in_results_are_shown_if_set(script):
+    for images in (True, False):
+        tool = Mcp(f"{sys.executable} {script}", images=images)
+        tool.reset({}, 0)
+        found = tool.call("picture", {})
+        tool.close()
+        if images:
+            assert found[0] == "look" and open_image(found[1]).size == (1, 1)
+        else:
+            assert found == "look\n[image/png, which cannot be shown]"
 
 
 def free_port() -> int:
