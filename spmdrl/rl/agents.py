@@ -9,7 +9,7 @@ concurrently, so a slow tool delays only its own episode.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from spmdrl.config.environment import ROWS, EnvironmentConfig
 from spmdrl.data.conversation import Conversation
@@ -215,15 +215,15 @@ class Agents(Environment):
             begin()
 
     def _expanded(
-        self, episode: Episode, tokens: list[int], messages: list[dict], held: Mapping[str, Payload]
+        self, episode: Episode, tokens: list[int], messages: list[dict], held: dict[str, Payload]
     ) -> tuple[list[int], Shown]:
         """Return the tokens of messages with expanded placeholders, and the images that they show."""
         if self.images is None:
             return tokens, ()
-        earlier = {image.name: image for s in episode.segments for _, image in s.images}
-        return expanded(self.images, tokens, [(earlier | held)[name] for name in names_in(messages)])
+        known = {image.name: image for s in episode.segments for _, image in s.images} | held
+        return expanded(self.images, tokens, [known[name] for name in names_in(messages)])
 
-    def _opened(self, episode: Episode, state: ConversationState, reply: Reply, held: Mapping[str, Payload]) -> None:
+    def _opened(self, episode: Episode, state: ConversationState, reply: Reply, held: dict[str, Payload]) -> None:
         state.tools = reply.tools
         if why := unfit(self.found, self.renderer, self.format, state.tools):
             self._fail(episode, f"{state.name}: {why}")
@@ -244,7 +244,7 @@ class Agents(Environment):
             return
         self.ready.append((place_of(episode), Observation(tokens, images=images)))
 
-    def _answered(self, episode: Episode, state: ConversationState, reply: Reply, held: Mapping[str, Payload]) -> None:
+    def _answered(self, episode: Episode, state: ConversationState, reply: Reply, held: dict[str, Payload]) -> None:
         """Process the answer to a turn: continue the episode or end it."""
         state.reward = reply.reward or 0.0
         state.total += state.reward
