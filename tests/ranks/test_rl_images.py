@@ -139,3 +139,59 @@ def test_resume_in_the_middle_of_an_episode_with_images_is_bit_equal(given, tmp_
     broken = run_ranks(carried, 2, str(tmp_path / "broken"), settings)[0]
     assert whole.keys() == broken.keys() and all(torch.equal(whole[n], broken[n]) for n in whole)
     assert untimed(metrics(tmp_path / "whole")) == untimed(metrics(tmp_path / "broken"))
+
+
+SLIDES = '''
+from PIL import Image
+
+
+class Slides:
+    """Begins with the row's prompt and shows another picture after each turn."""
+
+    def __init__(self, saves: bool = False):
+        self.saves, self.turn = saves, 0
+
+    def reset(self, row, seed):
+        self.truth = row["answer"]
+
+    def step(self, message):
+        self.turn += 1
+        picture = Image.new("RGB", (20 + 8 * self.turn, 24), (40 * self.turn, 90, 20 * len(self.truth)))
+        return [{"role": "user", "content": [picture, "and?"]}], len(message["content"]) % 3 / 2, self.turn == 3
+
+    def state(self):
+        return {"turn": self.turn} if self.saves else None
+
+    def restore(self, state):
+        self.turn = state["turn"]
+'''
+
+
+def shown_in_turns(world, folder: str, given_sections: dict, stop_after: int = 0) -> dict | None:
+    """Trains with partial rollouts in an environment of worker processes; returns the weights on rank 0."""
+    run = open_demo(world, folder, given_sections, stop_after)
+    if run.checkpoints.start_step:
+        begun = [e for g in run.sampler.carried for e in g.open if len(e.images) > 1]
+        assert world.rank or begun, "stopped in the middle of an episode with several images"
+    with suppress(Interrupted):
+        train(run)
+    run.close()
+    weights = full_weights(run.models.policy)
+    return weights if world.is_first else None
+
+
+def test_resume_in_the_middle_of_conversations_with_images_is_bit_equal(given, tmp_path):
+    (tmp_path / "slides.py").write_text(SLIDES)
+    end = {"turn_tokens": 5, "environment": f"{tmp_path}/slides.py:Slides"}
+    (tmp_path / "env.yaml").write_text(json.dumps(end))
+    settings = sections(given, **PARTIAL, reward={"function": "environment"}) | {"env": str(tmp_path / "env.yaml")}
+    settings["rollout"] |= {"max_new_tokens": 200, "prompts_per_step": 2}
+    settings["run"] |= {"deterministic": True}
+    whole = run_ranks(shown_in_turns, 1, str(tmp_path / "whole"), settings)[0]
+    run_ranks(shown_in_turns, 1, str(tmp_path / "broken"), settings, 1)
+    broken = run_ranks(shown_in_turns, 1, str(tmp_path / "broken"), settings)[0]
+    rows = metrics(tmp_path / "whole")
+    assert untimed(rows) == untimed(metrics(tmp_path / "broken"))
+    assert whole.keys() == broken.keys() and all(torch.equal(whole[n], broken[n]) for n in whole)
+    assert [row["env/failures"] for row in rows] == [0, 0, 0] and rows[-1]["env/turns"] == 3
+    assert max(row["logp_diff/max"] for row in rows) < 1e-6

@@ -126,7 +126,7 @@ def test_a_server_over_stdio_and_what_it_survives(script, monkeypatch, caplog):
     tool = Mcp(command=[sys.executable, script], env={"DEMO_TOKEN": "$TOKEN_OF_THIS_TEST"}, timeout=20.0)
     tool.reset({}, 0)
     schemas = {each["function"]["name"]: each["function"] for each in tool.tool_schemas()}
-    assert list(schemas) == ["add", "tally", "die", "reveal", "meet", "wait"]
+    assert list(schemas) == ["add", "picture", "tally", "die", "reveal", "meet", "wait"]
     assert schemas["add"]["description"] == "Add two numbers."
     assert schemas["add"]["parameters"]["properties"]["a"]["type"] == "integer"
     assert schemas["add"]["parameters"]["required"] == ["a"]
@@ -302,7 +302,7 @@ def test_a_package_that_is_missing_or_old_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_tool_that_is_not_there_is_named(script):
-    with pytest.raises(BrokenError, match="no tool 'subtract'.*its tools: add, tally, die, reveal, meet, wait"):
+    with pytest.raises(BrokenError, match="subtract.*its tools: add, picture, tally, die, reveal, meet, wait"):
         Mcp(command=[sys.executable, script], only=["subtract"]).reset({}, 0)
 
 
