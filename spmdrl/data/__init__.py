@@ -6,6 +6,7 @@ rowfiles.py       reads rows without loading them all into memory: files by inde
 mixture.py        draws prompts and rows in order, and mixes weighted sources
 prompts.py        the prompts of a run
 prompt_images.py  puts the images of a row into its prompt
+prompt_values.py  reads prompt, ground truth and other values of a row
 prompt_columns.py inserts row columns into the prompt, and leaves other columns to reward functions
 dialogues.py      reads supervised rows as dialogues or text
 preferences.py    reads preference rows as pairs or labelled responses

@@ -29,8 +29,9 @@ from spmdrl.data.prompt_columns import (
     with_values,
 )
 from spmdrl.data.prompt_images import PromptImage, Reader, expanded, unplaced, with_places
+from spmdrl.data.prompt_values import column_of, content_of, is_json, json_able, verl_columns, words_of
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
-from spmdrl.data.row_columns import EMPTY, Row, RowError, check_text, listed, tools_of, variables_of
+from spmdrl.data.row_columns import EMPTY, Row, RowError, check_text, tools_of, variables_of
 from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
 from spmdrl.data.sources import Source, read_source
 
@@ -213,15 +214,15 @@ class _Reader:
         data, read = self.data, set(self.named)
         shown, left = rendered_columns(Row(row), self.named, self.chat or self.begun, self.begun)
         if self.verl:
-            content, truth, extra = _verl_columns(row)
+            content, truth, extra = verl_columns(row)
             read |= {"prompt", "reward_model", "extra_info"}
             if self.begun and row.get(COLUMN) is not None:
                 extra = {**extra, COLUMN: row[COLUMN]}
         else:
-            content = _column(row, data.prompt_column, "--data.prompt-column")
-            truth = _column(row, data.answer_column, "--data.answer-column") if data.answer_column else None
+            content = column_of(row, data.prompt_column, "--data.prompt-column")
+            truth = column_of(row, data.answer_column, "--data.answer-column") if data.answer_column else None
             extra = {k: v for k, v in row.items() if k not in (data.prompt_column, data.answer_column, "data_source")}
-        content = _content(content)
+        content = content_of(content)
         if data.template:
             content = around_prompt(content, row, data.template)
         prefill = with_values("--data.prefill", data.prefill, {**row, "prompt": content}) if data.prefill else ""
@@ -237,7 +238,7 @@ class _Reader:
             opening = whole if isinstance(whole, list) and whole != content else None
             tokens, text = [], content if isinstance(content, str) else ""
             if isinstance(content, list) and content:
-                text = _words(content[-1].get("content", ""))
+                text = words_of(content[-1].get("content", ""))
         else:
             content, tools = placed, tools_of(shown)
             how = {"prefill": prefill, "chat": data.chat, "chat_template": data.chat_template, "system": data.system}
@@ -259,9 +260,9 @@ class _Reader:
             tokens=tokens,
             ground_truth=truth,
             data_source=str(row.get("data_source") or self.source.name),
-            extra={str(k): v for k, v in ((k, json_able(v)) for k, v in extra.items()) if _is_json(v)},
+            extra={str(k): v for k, v in ((k, json_able(v)) for k, v in extra.items()) if is_json(v)},
             text=text,
-            content=content if _is_json(content) else "",
+            content=content if is_json(content) else "",
             reply=prefill,
             chat=self.chat,
             tools=tools,
@@ -283,63 +284,6 @@ class _Reader:
         return (placed, sources) if sources else (whole, [])
 
 
-def _words(content: Any) -> str:
-    """Return a message's content as text for logs."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
-
-
 def refused_line(refused: list[str]) -> str:
     """Return a sentence about omitted rows that names the first one, or an empty string if there are none."""
     return f"rows that are refused and left out: {len(refused)}; the first is {refused[0]}" if refused else ""
-
-
-def _content(prompt: object) -> str | list:
-    """Return a row's prompt: text, or messages without the None-valued keys that the table format added."""
-    prompt = listed(prompt)
-    if isinstance(prompt, list):
-        if not all(isinstance(m, dict) for m in prompt):
-            raise ValueError(f"the prompt is a list, but not of chat messages: {str(prompt)[:80]}")
-        return [{k: v for k, v in m.items() if v is not None} for m in prompt]
-    if not isinstance(prompt, str):
-        raise ValueError(f"the prompt is {type(prompt).__name__}, not text or messages: change --data.prompt-column")
-    return prompt
-
-
-def _verl_columns(row: dict) -> tuple[object, object, dict]:
-    reward_model = row.get("reward_model")
-    if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
-        raise ValueError(f"verl's schema needs reward_model with a ground_truth; this row has {str(reward_model)[:80]}")
-    return _column(row, "prompt", "the file"), reward_model["ground_truth"], row.get("extra_info") or {}
-
-
-def _column(row: dict, name: str, flag: str) -> object:
-    if name not in row:
-        raise ValueError(f"no column {name!r}; there are {', '.join(map(str, row))}: change {flag}")
-    return row[name]
-
-
-def json_able(value: object) -> object:
-    """Convert a value to JSON types: tuples and arrays become lists; keys, exact numbers and dates become strings.
-
-    Values that JSON cannot represent (bytes) are returned unchanged.
-    """
-    if isinstance(value, dict):
-        return {str(k): json_able(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_able(v) for v in value]
-    if hasattr(value, "tolist"):  # in a table, only numpy values have this method
-        return value.tolist()  # type: ignore[attr-defined]
-    if type(value).__module__ in ("datetime", "decimal", "fractions"):
-        return str(value)
-    return value
-
-
-def _is_json(value: object) -> bool:
-    """Return True if JSON can represent a value. Extra columns with other values, such as images, are dropped."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

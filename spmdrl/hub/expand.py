@@ -1,6 +1,7 @@
 """Expands one placeholder per image into one per image feature, and computes position ids of expanded sequences.
 
-Episodes hold unexpanded ids. Everything that reads expanded ids gets them from `expand`.
+Chat templates write unexpanded ids. They are expanded here when a sequence is made, and never again: episodes, requests
+and batches hold expanded ids.
 """
 
 from collections.abc import Sequence
