@@ -9,6 +9,7 @@ grown.py      creates a folder with tokens added to the tokenizer
 ends.py       the end tokens listed in a folder, and a generation config with all end tokens
 tokenizer.py  loads and checks the tokenizer of a folder
 build.py      builds a folder's model, with its weights or uninitialised
+scorers.py    classifiers of families that read images, for critics and reward models
 lora.py       low-rank adapters (LoRA) in a model
 rotary.py     the sequence lengths beyond which rotary frequencies change
 routing.py    records and replays the expert choices of MoE routers

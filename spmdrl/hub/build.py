@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from spmdrl.hub.folder import drop_quantization, plain_errors, read_config
+from spmdrl.hub.scorers import SCORERS, register_scorers
 from spmdrl.hub.vision import QWEN, TILED, read_vision, reads_images
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 """Torch dtype for each value of `--model.dtype`."""
-
-SCORERS = ("ForSequenceClassification", "ForTokenClassification")
-"""Class name suffixes of transformers' classifiers, whose heads output scores instead of next-token logits."""
 
 
 def build_model(
@@ -162,6 +160,8 @@ def _model_class(config: Any, head: str) -> Any:
                 "score head: take the language model that it was trained from"
             )
         return language_model_class(config)
+    if sees_images(config):
+        register_scorers(config)
     if head == "steps" and type(config) not in AutoModelForTokenClassification._model_mapping:
         raise ValueError(
             f"transformers has no token classifier for {config.model_type}, and a process reward model is one: take a "
