@@ -75,7 +75,7 @@ class SupervisedDataConfig:
     """Column with plain text, whose tokens are all trained on. Empty: `text`."""
     tools_column: str = "tools"
     """Column with tool JSON schemas, as a list or as the JSON text of a list."""
-    images_column: str = setting("images", unread_by=(Job.REWARD_MODEL,))
+    images_column: str = "images"
     """Column with a row's images, for models that read images. Messages mark their places by parts of type `image` or
     by `<image>`."""
     system: str = ""

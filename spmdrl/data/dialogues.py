@@ -103,8 +103,8 @@ def check_text_only(row: dict, columns: Columns, text_only: str) -> None:
     """Raise RowError if a row has images or videos, but its reader takes text only. text_only: as in `example_of`."""
     if text_only and has_items(row, columns.images, text_only=True):
         raise RowError(
-            f"it has images or videos, and {text_only} reads text only: leave the column out, or use spmdrl.sft or "
-            "spmdrl.preference with a model that reads images"
+            f"it has images or videos, and {text_only} reads text only: leave the column out, or use "
+            "spmdrl.sft, spmdrl.preference or spmdrl.reward_model with a model that reads images"
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from spmdrl.data.dialogues import PROMPTS, Columns, Example, check_text_only, column_of, pair_of
+from spmdrl.data.dialogues import PROMPTS, Columns, Example, check_text_only, column_of, illustrated_example, pair_of
 from spmdrl.data.row_columns import Row, RowError, check_text, kind_of, listed
 
 MARK = "\ufffd"
@@ -112,15 +112,18 @@ def has_steps(row: dict, columns: StepColumns) -> bool:
     return row.get(columns.steps) is not None and row.get(columns.labels) is not None
 
 
-def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") -> LabelledSteps:
-    """Read a row of labelled steps. separator: text that ends each step except the last. system: default system
-    message.
+def steps_of(
+    row: dict, columns: StepColumns, separator: str, system: str = "", text_only: str = "this job"
+) -> LabelledSteps:
+    """Read a row of labelled steps.
+
+    separator: text that ends each step except the last. system: default system message. text_only: as in `example_of`.
 
     Raises RowError if the row has another format, or if one of its columns is malformed.
     """
     row = Row(row)
     check_text(row)
-    check_text_only(row, columns, "this job")
+    check_text_only(row, columns, text_only)
     prompt = column_of(row, columns.prompt, PROMPTS)
     if prompt is None or not has_steps(row, columns):
         raise RowError(
@@ -131,7 +134,10 @@ def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") 
     steps = _steps(listed(row[columns.steps]), columns.steps)
     labels = _labels(listed(row[columns.labels]), columns, len(steps))
     text = _joined(steps, separator)
-    return LabelledSteps(pair_of(row, listed(prompt), text, columns, system), text, labels)
+    example = pair_of(row, listed(prompt), text, columns, system, not text_only)
+    if not text_only:
+        example = illustrated_example(row, example, columns, system)
+    return LabelledSteps(example, text, labels)
 
 
 def _steps(found: Any, column: str) -> list[str]:

@@ -14,7 +14,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
 COPIED = "*processor_config.json"
-"""Pattern of language model files that are copied unchanged, because transformers cannot always write them."""
+"""Pattern of files that are copied unchanged, because transformers cannot always write them."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
@@ -25,7 +25,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     reward model without a tokenizer gets the policy's tokenizer.
 
     config: the transformers config that the model was built from. dtype: dtype of the weights in the checkpoint. head:
-    a `contract.Head`; only `lm` models get a generation config and the files in `COPIED`.
+    a `contract.Head`; only `lm` models get a generation config.
 
     Raises:
         ValueError: transformers cannot write the config or the tokenizer.
@@ -53,7 +53,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
                 "or use another model"
             ) from error
         files = {p.relative_to(away).as_posix(): p.read_bytes() for p in sorted(away.rglob("*")) if p.is_file()}
-    patterns = [*([COPIED] if head == "lm" else []), *(["*.py"] if trust else [])]
+    patterns = [COPIED, *(["*.py"] if trust else [])]
     files |= {p.name: p.read_bytes() for pattern in patterns for p in sorted(source.glob(pattern))}
     generation = generation_config(source, end_of_turn_tokens(tokenizer, template)) if head == "lm" else None
     return files | ({GENERATION: generation} if generation is not None else {})

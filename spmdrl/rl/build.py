@@ -71,6 +71,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     algo = compose(cfg)
     keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
     read = read_sources(session)
+    placeholder = read.images.vision.image if read.images else None
     for line in _warnings(cfg):
         session.warn(line)
     finite = cfg.filter.bad_sample == "stop"
@@ -111,7 +112,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
         checkpoints=checkpoints,
         sampler=sampler,
         replay=replay,
-        evaluation=Evaluation(cfg, world, read.eval_prompts, sampler, models),
+        evaluation=Evaluation(cfg, world, read.eval_prompts, sampler, models, placeholder),
         memory=memory,
         journal=Journal(session, first),
         tokenizer=read.tokenizer,

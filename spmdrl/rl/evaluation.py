@@ -34,9 +34,22 @@ MEASURED = "eval/measured"
 class Evaluation:
     """Evaluates the policy during a run, and keeps the metrics until they are logged."""
 
-    def __init__(self, cfg: Config, world: World, prompts: PromptSet | None, sampler: Sampler | None, models: Models):
-        """prompts: None if the run never evaluates. sampler: None on a rank that does not sample."""
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        prompts: PromptSet | None,
+        sampler: Sampler | None,
+        models: Models,
+        placeholder: int | None = None,
+    ):
+        """Store the arguments.
+
+        prompts: None if the run never evaluates. sampler: None on a rank that does not sample. placeholder: as in
+        `from_episodes`.
+        """
         self.cfg, self.world, self.prompts, self.sampler, self.models = cfg, world, prompts, sampler, models
+        self.placeholder = placeholder
         self.numbers: dict[str, float] = {}
         """Metrics `eval/...` of the last evaluation, kept until `take` returns them; equal on all ranks of a role."""
         self.rows: list[dict] = []
@@ -82,7 +95,8 @@ class Evaluation:
         if self.to_judge is None:
             return
         assert self.prompts is not None
-        scores, self.to_judge = model_scores(self.to_judge, self.prompts, self.models, self.world), None
+        scores = model_scores(self.to_judge, self.prompts, self.models, self.world, self.placeholder)
+        self.to_judge = None
         self.numbers |= scores
         self.numbers["eval/score"] += self.cfg.reward.model_coef * scores["eval/model"]
 
@@ -182,12 +196,15 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     return out, done, measured
 
 
-def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:
+def model_scores(
+    episodes: list[Episode], prompts: PromptSet, models: Models, world: World, placeholder: int | None = None
+) -> dict[str, float]:
     """Return the mean reward-model score of the episodes on all ranks. Collective over all ranks.
 
-    The keys are `eval/model` for the overall score and `eval/model/<label>` for each label.
+    The keys are `eval/model` for the overall score and `eval/model/<label>` for each label. placeholder: as in
+    `from_episodes`.
     """
-    batch = from_episodes(episodes)
+    batch = from_episodes(episodes, placeholder=placeholder)
     batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}
     batch = balance(batch, world)
     reading = models.reading.of(prompts) if models.reading else AtLast()

@@ -3,9 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from spmdrl.config.classifier import model_path
 from spmdrl.config.engines import engine_name
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet
+from spmdrl.hub.build import sees_images
+from spmdrl.hub.folder import read_config
+from spmdrl.hub.resolve import named, resolve
 from spmdrl.session.image_reader import check_same_images
 
 
@@ -39,10 +43,6 @@ def _of_text(cfg: Config) -> Iterator[str]:
         yield f"--policy.backend {cfg.policy.backend}"
     if (engine := engine_name(cfg)) == "sglang":
         yield f"--rollout.engine {engine}"
-    if cfg.reward.model:
-        yield f"--reward.model {cfg.reward.model}"
-    if cfg.safety.cost_model:
-        yield f"--safety.cost-model {cfg.safety.cost_model}"
     if cfg.rollout.routing_replay:
         yield "--rollout.routing-replay"
     distill = getattr(cfg, "distill", None)
@@ -52,10 +52,21 @@ def _of_text(cfg: Config) -> Iterator[str]:
         yield "--distill.teacher-template"
     if getattr(cfg, "aligns_tokens", False):
         yield "--distill.align"
+    for flag, path in _models(cfg):
+        with named(flag):
+            config = read_config(resolve(path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
+        if not sees_images(config):
+            yield f"{flag} {path}"
 
 
 def _models(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the other models that read the prompts: flag and path."""
+    if scorer := model_path(cfg.reward.model):
+        yield "--reward.model", scorer
+    if cfg.safety.cost_model:
+        yield "--safety.cost-model", cfg.safety.cost_model
+    if cfg.critic.path:
+        yield "--critic.path", cfg.critic.path
     if cfg.reference.path:
         yield "--reference.path", cfg.reference.path
     if cfg.process_reward.path:

@@ -13,7 +13,6 @@ from spmdrl.algos.samples import last_sampled
 from spmdrl.config.classifier import FLAG, ClassifierConfig, read_classifier
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
-from spmdrl.data.placeholders import refuse_images
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.steps import step_ends, tokens_of_ends
 from spmdrl.data.tree import prompt_lengths
@@ -182,7 +181,7 @@ class Reading:
         ends = [torch.tensor(x, dtype=torch.int64) for x in (seq_n, token_n, read_n)]
         if self.rewriter is None:
             return ends[0], ends[1], batch, ends[2]
-        refuse_images(batch, f"{self.prefix}: a reward model with its own tokens")
+        assert not any(batch.images or ()), "`Rewriter.check` refuses prompts with images"
         lengths = torch.tensor([len(made) for made in written], dtype=torch.int64)
         flat = torch.tensor([x for made in written for x in made], dtype=torch.int64)
         seq = batch.identity | {"prompt": batch.seq["prompt"]}

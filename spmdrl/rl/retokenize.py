@@ -42,11 +42,16 @@ class Rewriter:
         self.control = control_words(tokenizer)
 
     def check(self, prompts: list[Prompt]) -> None:
-        """Check that chat prompts can be rendered.
+        """Check that prompts can be rendered in the reward model's tokens.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: a prompt has images, or is a chat and the tokenizer has no chat template.
         """
+        if (row := next((prompt.index for prompt in prompts if prompt.images), None)) is not None:
+            raise ValueError(
+                f"{self.prefix}: a reward model with its own tokens reads text only, and prompts have images (the "
+                f"first is row {row}): take a model with the policy's tokenizer, and tokenizer auto"
+            )
         if any(prompt.chat for prompt in prompts) and not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"{self.prefix}: the prompts are chats, and the reward model's tokenizer has no chat template: put one "

@@ -45,23 +45,18 @@ class Start:
     """Maximum number of tokens per sequence."""
     encode: Encode
     placeholder: int | None = None
-    """Id of the placeholder tokens of images, or None if the job or its model reads text only."""
+    """Id of the placeholder tokens of images, or None if the model reads text only."""
 
 
-def begin(
-    cfg: SupervisedConfig,
-    folder: Path,
-    encoder: Callable[[Any, int, ImageReader | None], Encode],
-    images: bool = False,
-) -> Start:
+def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int, ImageReader | None], Encode]) -> Start:
     """Load the model's tokenizer and length limit, and build the encoder.
 
     encoder: function that takes the tokenizer, the maximum number of tokens per sequence, and the reader of images or
-    None, and returns a row encoder. images: whether the job reads images, if its model does.
+    None, and returns a row encoder.
     """
     trust = cfg.model.trust_remote_code
     tokenizer, longest = load_tokenizer(folder, trust), min(cfg.data.max_tokens, context_length(folder, trust))
-    reader = image_reader(folder, tokenizer, trust) if images else None
+    reader = image_reader(folder, tokenizer, trust)
     placeholder = reader.vision.image if reader else None
     return Start(folder, tokenizer, longest, encoder(tokenizer, longest, reader), placeholder)
 

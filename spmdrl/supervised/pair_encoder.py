@@ -36,7 +36,7 @@ class PairEncoder:
         pairs: whether rows must be pairs. Otherwise each side is a labelled response, and a row may have just one.
         beside: whether to add sequences that combine this row's prompt with the previous row's responses. These
         sequences are not trained on; KTO uses them to estimate the KL. images: reads the images of rows; None if the
-        job or its model reads text only.
+        model reads text only.
 
         Raises:
             TemplateError: the chat template does not render user messages.
@@ -81,7 +81,7 @@ class PairEncoder:
         return out
 
     def _read(self, row: dict) -> Preference:
-        return preference_of(row, self.columns, self.system, "" if self.encoder.images else "this job or its model")
+        return preference_of(row, self.columns, self.system, "" if self.encoder.images else "the model")
 
     def _mismatched(self, found: Preference, before: dict) -> list[Example]:
         """Return examples that combine this row's prompt with each response of another row."""

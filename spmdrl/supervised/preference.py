@@ -37,7 +37,7 @@ def begin_preference(cfg: PreferenceConfig) -> Start:
     folder, pairs = resolve(cfg.model.path, cfg.model.trust_remote_code), has_pairs(cfg.preference)
     beside = any(takes_other_prompts(name) for name in losses_of(cfg.preference))
     encoder = lambda tokenizer, longest, images: PairEncoder(cfg.data, tokenizer, longest, pairs, beside, images)  # noqa: E731
-    return begin(cfg, folder, encoder, images=True)
+    return begin(cfg, folder, encoder)
 
 
 def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:

@@ -1,18 +1,21 @@
 """Builds reward-model training, for outcome or process rewards: its rows, model and loss."""
 
+from functools import partial
 from typing import Any
 
 from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.row_columns import RowError
 from spmdrl.data.steps import StepColumns, has_steps
-from spmdrl.hub.build import SCORERS
+from spmdrl.hub.build import sees_images
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
+from spmdrl.hub.scorers import GENERATES, SCORERS
 from spmdrl.policy.labels import check_head
 from spmdrl.policy.models import Models, backend
 from spmdrl.policy.objectives.scores import ScoreObjective, StepObjective, report
 from spmdrl.policy.self_check import choose_form
+from spmdrl.session.image_reader import ImageReader
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin
 from spmdrl.supervised.encoder import Encoded
@@ -32,9 +35,13 @@ class ScoredEncoder:
 
     beside = False
 
-    def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """Read the settings. longest: maximum number of tokens per sequence."""
-        self.sides = PairEncoder(cfg.data, tokenizer, longest, pairs=True)
+    def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int, images: ImageReader | None = None):
+        """Read the settings.
+
+        longest: maximum number of tokens per sequence. images: reads the images of rows; None if the model reads text
+        only.
+        """
+        self.sides = PairEncoder(cfg.data, tokenizer, longest, pairs=True, images=images)
         self.outputs, self.column = cfg.reward_model.outputs, cfg.data.output_column
         self.columns = StepColumns(steps=cfg.data.steps_column, labels=cfg.data.labels_column)
         self.chosen = cfg.data.chosen_column
@@ -63,7 +70,7 @@ def begin_reward_model(cfg: RewardModelConfig) -> Start:
     """Load the tokenizer and build the row encoder."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     kind = StepEncoder if cfg.reward_model.rows == "steps" else ScoredEncoder
-    return begin(cfg, folder, lambda tokenizer, longest, images: kind(cfg, tokenizer, longest))
+    return begin(cfg, folder, lambda tokenizer, longest, images: kind(cfg, tokenizer, longest, images))
 
 
 def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
@@ -72,10 +79,12 @@ def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
     chosen, peers = cfg.reward_model, session.world.data_peers
     models = lambda: Models(scorer(session, begun))  # noqa: E731
     if chosen.rows == "steps":
-        run = assemble(session, begun, models, lambda models: StepObjective(peers), pack_steps)
+        packed = partial(pack_steps, placeholder=begun.placeholder)
+        run = assemble(session, begun, models, lambda models: StepObjective(peers), packed)
     else:
+        packed = partial(pack_pairs, placeholder=begun.placeholder)
         objective = ScoreObjective(chosen.outputs, chosen.centre, peers)
-        run = assemble(session, begun, models, lambda models: objective, pack_pairs)
+        run = assemble(session, begun, models, lambda models: objective, packed)
     run.report = report
     return run
 
@@ -91,14 +100,15 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     count = 2 if steps else max(1, len(cfg.reward_model.outputs))
     wanted = "a process reward model has 2" if steps else f"--reward-model.outputs has {count}"
     config, kind = read_config(begun.folder, cfg.model.trust_remote_code), TOKENS if steps else SEQUENCES
+    generator = generator_suffix(config)
     if any(name.endswith(kind) for name in config.architectures or []):
         check_head(begun.folder, f"--model.path {cfg.model.path}", count, wanted)
         check_names(config, f"--model.path {cfg.model.path}", cfg.reward_model.outputs)
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype})")
-    elif not any(name.endswith("ForCausalLM") for name in config.architectures or []):
+    elif not any(name.endswith(generator) for name in config.architectures or []):
         raise ValueError(
             f"--model.path {cfg.model.path}: its config.json names {', '.join(config.architectures or ['no class'])}; "
-            f"--reward-model.rows {cfg.reward_model.rows} needs a ...ForCausalLM or a ...{kind}"
+            f"--reward-model.rows {cfg.reward_model.rows} needs a ...{generator} or a ...{kind}"
         )
     else:
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype}), a language model with a new head")
@@ -109,6 +119,11 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     choose_form(model, "reward model", f"--model.path {cfg.model.path}", session.note)
     describe(model.hf_config, begun.tokenizer, kind, STEP_LABELS if steps else cfg.reward_model.outputs)
     return model
+
+
+def generator_suffix(config: Any) -> str:
+    """Return the class name suffix of the models of a family that generate text."""
+    return GENERATES if sees_images(config) else "ForCausalLM"
 
 
 def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
@@ -131,8 +146,8 @@ def check_names(config: Any, flag: str, outputs: tuple[str, ...]) -> None:
 
 def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -> None:
     """Set the class, labels and padding token in a transformers config, for programs that load the saved model."""
-    name = next(iter(config.architectures or ["ForCausalLM"]))
-    config.architectures = [name.replace("ForCausalLM", kind)]
+    generator = generator_suffix(config)
+    config.architectures = [next(iter(config.architectures or [generator])).replace(generator, kind)]
     names = outputs or ("reward",)
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     config.problem_type = None
@@ -140,12 +155,18 @@ def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -
     # token only if there is no other candidate.
     ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])}
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
-    config.pad_token_id = next((i for i in known if i is not None and i not in ends), tokenizer.eos_token_id)
+    padding = next((i for i in known if i is not None and i not in ends), tokenizer.eos_token_id)
+    # A model that reads images has a second config for its language model, from which transformers reads the padding.
+    config.pad_token_id = config.get_text_config().pad_token_id = padding
 
 
-def pack_pairs(sequences: Placed, step: int) -> Batch:
-    """Pack the sides of pairs. The mask is True only at each side's last trained token, where its score is read."""
-    batch = pack_pair_sides(sequences, pairs=True, share=False, numbers={"margin": 0.0, "output": 0.0})
+def pack_pairs(sequences: Placed, step: int, placeholder: int | None = None) -> Batch:
+    """Pack the sides of pairs. The mask is True only at each side's last trained token, where its score is read.
+
+    placeholder: same as in `pack`.
+    """
+    numbers = {"margin": 0.0, "output": 0.0}
+    batch = pack_pair_sides(sequences, pairs=True, share=False, numbers=numbers, placeholder=placeholder)
     mask_T = batch.token["mask"]
     places_T = mask_T.nonzero().flatten()
     seq_T = batch.seq_index[places_T]

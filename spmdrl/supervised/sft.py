@@ -29,7 +29,7 @@ def begin_sft(cfg: SFTConfig) -> Start:
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     folder = with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
     encoder = lambda tokenizer, longest, images: Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on, images)  # noqa: E731
-    return begin(cfg, folder, encoder, images=True)
+    return begin(cfg, folder, encoder)
 
 
 def settle_sft(job: Job[Any], loaded: Loaded[SFTConfig]) -> Loaded[SFTConfig]:

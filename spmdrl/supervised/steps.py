@@ -9,6 +9,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.row_columns import RowError
 from spmdrl.data.steps import LabelledSteps, StepColumns, step_ends, steps_of, tokens_of_ends
 from spmdrl.data.tokens import Masked
+from spmdrl.session.image_reader import ImageReader
 from spmdrl.supervised.encoder import Encoded, Encoder
 from spmdrl.supervised.rows import Placed, pack
 
@@ -18,17 +19,25 @@ class StepEncoder:
 
     beside = False
 
-    def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
-        """Read the settings. longest: maximum number of tokens per sequence.
+    def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int, images: ImageReader | None = None):
+        """Read the settings.
+
+        longest: maximum number of tokens per sequence. images: reads the images of rows; None if the model reads text
+        only.
 
         Raises:
             TemplateError: the chat template does not render user messages.
         """
         data = cfg.data
-        self.encoder, self.system, self.chosen = Encoder(data, tokenizer, longest), data.system, cfg.reward_model
+        self.encoder = Encoder(data, tokenizer, longest, images=images)
+        self.system, self.chosen = data.system, cfg.reward_model
         self.sides = (data.chosen_column, data.rejected_column)
         self.columns = StepColumns(
-            prompt=data.prompt_column, tools=data.tools_column, steps=data.steps_column, labels=data.labels_column
+            prompt=data.prompt_column,
+            tools=data.tools_column,
+            images=data.images_column,
+            steps=data.steps_column,
+            labels=data.labels_column,
         )
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
@@ -38,9 +47,10 @@ class StepEncoder:
                 f"it holds a pair ({', '.join(self.sides)}), and --reward-model.rows steps learns from labelled steps: "
                 "put pairs into another file, and train on it with --reward-model.rows pairs"
             )
-        found = steps_of(row, self.columns, self.chosen.separator, self.system)
+        text_only = "" if self.encoder.images else "the model"
+        found = steps_of(row, self.columns, self.chosen.separator, self.system, text_only)
         self._choose(found)
-        out = self.encoder.rendered(found.example)
+        out = self.encoder.rendered(found.example, getattr(row, "folder", ""))
         if len(out.sequences) > 1:
             raise RowError(
                 "the chat template rewrites earlier turns, so its turns do not fit into one sequence; give rows whose "
@@ -112,6 +122,6 @@ class StepEncoder:
         return self.encoder.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def pack_steps(sequences: Placed, step: int) -> Batch:
-    """Pack responses into the batch of one optimizer step, with their step labels."""
-    return pack(sequences, columns={"label": torch.float64})
+def pack_steps(sequences: Placed, step: int, placeholder: int | None = None) -> Batch:
+    """Pack responses into the batch of one optimizer step, with their step labels. placeholder: same as in `pack`."""
+    return pack(sequences, columns={"label": torch.float64}, placeholder=placeholder)

@@ -35,8 +35,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "smolvlm"])
 def given(request, tmp_path_factory):
     """Returns a folder with a tiny model of a family, rows with and without images, and a reward."""
-    folder = tmp_path_factory.mktemp(request.param)
-    tiny.saved(request.param, folder / "model")
+    return made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def made(family: str, folder):
+    """Fills a folder with a tiny model of a family, rows with and without images, and a reward; returns the folder."""
+    tiny.saved(family, folder / "model")
     rows = []
     for number in range(12):
         names = [f"{number}_{i}.png" for i in range(number % 3)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from spmdrl.config.preference import PreferenceConfig
+from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.config.sft import SFTConfig
 from spmdrl.data.row_columns import Row, RowError
-from spmdrl.data.steps import StepColumns, steps_of
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.hub.vision import read_vision
 from spmdrl.session.image_reader import ImageReader, check_same_images, image_reader
@@ -19,6 +19,7 @@ from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.pair_encoder import PairEncoder, pack_pair_sides
 from spmdrl.supervised.preview import shown
 from spmdrl.supervised.rows import pack
+from spmdrl.supervised.steps import StepEncoder
 from tests.unit import vision_models as tiny
 
 
@@ -170,14 +171,14 @@ def test_responses_of_other_rows_follow_the_images_of_this_one(tmp_path):
     assert encode.encoder.tokenizer.decode(mixed.tokens).endswith("that<|im_end|>\n"[: len("that<|im_end|>")])
 
 
-def test_jobs_that_read_text_only_refuse_rows_with_images(tmp_path):
+def test_models_that_read_text_only_refuse_rows_with_images(tmp_path):
     tokenizer = encoder("qwen2_5_vl", tmp_path).tokenizer
     row = {"prompt": "what?", "chosen": "this", "rejected": "that", "images": tiny.images(1)}
-    with pytest.raises(RowError, match="this job or its model reads text only"):
+    with pytest.raises(RowError, match="the model reads text only"):
         PairEncoder(PreferenceConfig().data, tokenizer, 2048, True)(Row(row))
     steps = {"prompt": "what?", "completions": ["this"], "labels": [True], "images": tiny.images(1)}
-    with pytest.raises(RowError, match="this job reads text only"):
-        steps_of(steps, StepColumns(), "\n\n")
+    with pytest.raises(RowError, match="the model reads text only"):
+        StepEncoder(RewardModelConfig(), tokenizer, 2048)(Row(steps))
 
 
 def test_templates_that_leave_images_out_and_typed_placeholders_are_refused(tmp_path):
