@@ -109,7 +109,7 @@ def ppo(world, folder: str, given_sections: dict) -> tuple:
         train(run)
     run.close()
     critic = full_weights(run.models.critic)
-    return [(e.tokens.tolist(), [p for _, p in e.images]) for e in seen], critic if world.is_first else None
+    return [(e.tokens.tolist(), list(e.images)) for e in seen], critic if world.is_first else None
 
 
 @torch.no_grad()
@@ -160,7 +160,7 @@ def test_models_that_read_text_only_are_refused_for_prompts_with_images(given, r
     told["size"]["longest_edge"] //= 2
     (scorer / "preprocessor_config.json").write_text(json.dumps(told))
     for changes, words in (
-        ({"reward": {"model": "tiny"}}, r"--reward\.model tiny reads text only, .* the first is row"),
+        ({"reward": {"model": "tiny"}}, r"--reward\.model tiny reads text only, .*the first is row"),
         ({"safety": {"cost_model": "tiny"}}, r"--safety\.cost-model tiny reads text only"),
         ({"critic": {"path": "tiny"}}, r"--critic\.path tiny reads text only"),
         ({"reward": {"model": str(scorer)}}, r"--reward\.model .*coarse: it reads images in another way"),
