@@ -96,12 +96,13 @@ def test_layout_a_reward_model_of_images_is_the_same_on_one_rank_and_on_two(give
 
 def ppo(world, folder: str, given_sections: dict) -> tuple:
     """Trains by PPO; returns this rank's episodes of the first step and the critic's weights."""
-    run = open_demo(world, folder, given_sections)
-    seen, take = [], run.sampler.take
+    run, seen = open_demo(world, folder, given_sections), []
+    assert run.sampler is not None
+    take = run.sampler.take
 
     def watched(step, version):
         done = take(step, version)
-        seen.extend([] if step else done.episodes)
+        seen.extend(done.episodes if step == 0 else [])
         return done
 
     run.sampler.take = watched

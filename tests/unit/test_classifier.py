@@ -17,6 +17,7 @@ from spmdrl.config.resume import file_digests
 from spmdrl.config.use import is_read
 from spmdrl.data.episode import episode_of
 from spmdrl.data.pack import from_episodes
+from spmdrl.data.prompt_images import PromptImage
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.steps import step_ends, tokens_of_ends
 from spmdrl.hub.build import build_model, empty_model
@@ -144,6 +145,9 @@ def test_a_model_with_tokens_of_its_own_is_refused_beside_an_environment(folders
     assert reading_of(cfg, labels, TOKENIZER, rows).rewriter
     with pytest.raises(ValueError, match="cannot read the conversations of --env"):
         reading_of(acts, labels, TOKENIZER, rows)
+    shown = Prompt(7, [1], "", "", {}, "", images=(PromptImage("a.png", "", "name", 0),))
+    with pytest.raises(ValueError, match=r"with its own tokens reads text only, .*images \(the first is row 7\)"):
+        reading_of(cfg, labels, TOKENIZER, PromptSet([shown], 0, ""))
     written(file, path=folders["one"])
     assert reading_of(acts, labels_of(cfg.reward.model, folders["one"]), TOKENIZER, rows).rewriter is None
 
