@@ -94,9 +94,9 @@ def test_layout_a_reward_model_of_images_is_the_same_on_one_rank_and_on_two(give
                 assert got[key] == pytest.approx(want[key], rel=1e-6, abs=1e-9), key
 
 
-def ppo(world, folder: str, given_sections: dict) -> tuple:
+def ppo(world, folder: str, given_sections: dict, stop_after: int = 0) -> tuple:
     """Trains by PPO; returns this rank's episodes of the first step and the critic's weights."""
-    run, seen = open_demo(world, folder, given_sections), []
+    run, seen = open_demo(world, folder, given_sections, stop_after), []
     assert run.sampler is not None
     take = run.sampler.take
 
@@ -138,6 +138,9 @@ def test_layout_ppo_with_a_critic_and_a_reward_model_of_images(given, reward_mod
     settings["data"] |= {"eval": settings["data"]["train"]}
     ((episodes, critic),) = run_ranks(ppo, 1, str(tmp_path / "one"), settings)
     assert any(images for _, images in episodes) and critic["score.weight"].any()
+    # The second run is killed after its first step, and goes on from its checkpoint.
+    settings["checkpoint"] = {"every": 1}
+    run_ranks(ppo, 2, str(tmp_path / "two"), settings, 1)
     two = run_ranks(ppo, 2, str(tmp_path / "two"), settings)
     for name, value in critic.items():
         torch.testing.assert_close(two[0][1][name], value, rtol=1e-6, atol=1e-9, msg=name)
