@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,8 +45,22 @@ def environment() -> dict[str, str]:
     }
 
 
+def installed(pin: str) -> bool:
+    """Return True if this environment has a package, `name==version`."""
+    name, _, wanted = pin.partition("==")
+    try:
+        return version(name) == wanted
+    except PackageNotFoundError:
+        return False
+
+
 def trl_python(venv: Path) -> Path:
-    """Return the Python interpreter of TRL's environment; create it if it is missing, on top of this one's packages."""
+    """Return a Python interpreter that has PINS: this one, or that of TRL's environment.
+
+    If the environment is missing, it is created on top of this one's packages.
+    """
+    if not venv.exists() and all(installed(pin) for pin in PINS):
+        return Path(sys.executable)
     python = venv / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
