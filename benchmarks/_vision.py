@@ -30,9 +30,7 @@ class Sizes:
     patch: int = 8
     merge: int = 2
     tower: dict[str, int] = field(
-        default_factory=lambda: dict(
-            hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=3
-        )
+        default_factory=lambda: dict(hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=3)
     )
     text: dict[str, int] = field(default_factory=dict)
     """Sizes of the language model; of those left out, `base` has its own."""
@@ -62,7 +60,7 @@ def byte_tokenizer() -> Any:
 
 
 def build(sizes: Sizes) -> tuple[Any, Any]:
-    """Return a model and its tokenizer, with a chat template. The vision tower is random, and the same at every call."""
+    """Return a model and its tokenizer, with a chat template. Random weights are the same at every call."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Idefics3Config, Idefics3ForConditionalGeneration
 

@@ -18,11 +18,12 @@ RESPONSE = MODEL.tokens // 4
 """Tokens of a response."""
 GROUP = 8
 SIDES = {"once": True, "prefix": False, "each": False}
-"""Sides, with `--policy.share-prompts`. `once`: tokens of the prompt and features of the image once; `prefix`: tokens of
-the prompt for each sample, and features once; `each`: both for each sample."""
+"""Sides, with `--policy.share-prompts`. `once` computes the prompt and the features of its image once, `each` computes
+both for each sample, and `prefix` the prompt for each sample and the features once."""
 NUMBERS = ("entropy/mean", "mismatch/k1", "grad_norm")
-"""Results of an update that all sides must agree on: the mean entropy, the mean log p of the responses up to a constant,
-and the norm of the gradient. The loss of samples of the current policy is 0 whatever their log p."""
+"""Results of an update on which all sides must agree: mean entropy, mean log p of the responses up to a constant, and
+norm of the gradient. They stand for the loss, which is 0 for all log p, because the samples count as the policy's own
+and the advantages of a group add up to 0."""
 SAME = 1e-4
 """Maximum relative difference of these numbers."""
 

@@ -8,13 +8,13 @@ features once and the prompt for each sample. All agree on entropy, log p and gr
 
 `tiny` and `real` are GRPO jobs that spmdrl and TRL run in turns, step by step, on one rank with one thread, with
 transformers' generation on both sides (HF engine), in float32. Steps of the warm-up are not counted. No response ends
-early. `tiny` has a random model of 0.7 million parameters, and `real` the first 12 layers of SmolLM2-135M with a random
-vision tower of 2 million. Every step shows other images. Both programs read the same PNG files in the same order; in the
-steps of the warm-up their prompts, expanded tokens and pixels included, must be equal. TRL's side runs without gradient
-checkpointing, which would cost it a second forward.
+early. `tiny` has a random model of 0.75 million parameters. `real` has the first 12 layers of SmolLM2-135M and a random
+vision tower of 2 million. Every step shows other images, and both programs read the same PNG files in the same order.
+In the steps of the warm-up, the tokens of their prompts and the pixels of the images must be equal. TRL runs without
+its default, gradient checkpointing, which would cost it a second forward.
 
-The same jobs give the share of our step outside of engine and model: `time/outside_model`, plus the time in which images
-are decoded and processed, which a run counts as sampling. Nothing that an earlier step processed is kept.
+The same jobs give the share of our step outside engine and model: `time/outside_model`, plus the time in which images
+are decoded and processed, which a run counts as sampling. No image that was processed before a step is kept.
 
 TRL runs in this environment if it has TRL (`launch/locks/dev.txt`), else in one of its own (`--trl-venv`, created on
 first use). With `--json`, jobs are added to those in the file.
@@ -29,6 +29,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +119,7 @@ def trl(job: Job, folder: Path) -> None:
     data = Dataset.from_list(rows).cast_column("images", List(Image()))
     turns, seen, group = Turns(folder, "trl"), Seen(folder, "trl"), job.prompts * job.samples
 
-    def reward(completions, **_):
+    def reward(completions, **_) -> list[float | None]:
         return [score(completion[0]["content"]) for completion in completions]
 
     class Clock(TrainerCallback):
@@ -158,7 +159,8 @@ def trl(job: Job, folder: Path) -> None:
     )
     model = str(folder / "model")
     trainer = Trainer(model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[Clock()])
-    assert trainer.model.dtype == torch.float32, trainer.model.dtype
+    policy: Any = trainer.model
+    assert policy.dtype == torch.float32, policy.dtype
     trainer.train()
     seen.write()
     key = "completions/mean_length"
@@ -240,24 +242,24 @@ def ours(job: Job, folder: Path) -> None:
 SIDES = {"trl": trl, "spmdrl": ours}
 
 
-def measure(job: Job, python: Path) -> dict:
-    """Run both sides of a job in turns; return medians of their figures and the ratio.
+def prepare(job: Job, folder: Path) -> None:
+    """Write what both sides of a job read."""
+    write_model(folder / "model", MODELS[job.model])
+    write_prompts(folder, job.prompts * (job.warm + job.steps), job.pixels)
+    (folder / "job.json").write_text(json.dumps(asdict(job)))
+
+
+def collect(job: Job, folder: Path) -> dict:
+    """Return medians of the figures that both sides have written, and the ratio.
 
     Raises:
         RuntimeError: the sides do not have the same prompts, pixels or lengths of responses.
     """
-    sizes, steps = MODELS[job.model], job.warm + job.steps
-    with tempfile.TemporaryDirectory() as work:
-        folder = Path(work)
-        write_model(folder / "model", sizes)
-        write_prompts(folder, job.prompts * steps, job.pixels)
-        (folder / "job.json").write_text(json.dumps(asdict(job)))
-        take_turns(Path(__file__), {"trl": python, "spmdrl": Path(sys.executable)}, 1, steps, folder)
-        all_of = {side: seconds_of(folder, side, 1)[1 + job.warm :] for side in SIDES}
-        log = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        seen = {side: json.loads((folder / f"{side}.seen.json").read_text()) for side in SIDES}
-        lengths = json.loads((folder / "trl.json").read_text())["lengths"]
-        reading = json.loads((folder / "spmdrl.json").read_text())["reading"][job.warm :]
+    all_of = {side: seconds_of(folder, side, 1)[1 + job.warm :] for side in SIDES}
+    log = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    seen = {side: json.loads((folder / f"{side}.seen.json").read_text()) for side in SIDES}
+    lengths = json.loads((folder / "trl.json").read_text())["lengths"]
+    reading = json.loads((folder / "spmdrl.json").read_text())["reading"][job.warm :]
     if seen["trl"] != seen["spmdrl"] or len(seen["trl"]) != job.warm * job.prompts:
         raise RuntimeError(f"the two programs train on different prompts or images: {seen}")
     lengths += [row["response_length/mean"] for row in log]
@@ -268,7 +270,7 @@ def measure(job: Job, python: Path) -> dict:
     outside = [(row["time/outside_model"] + s) / row["time/step"] for row, s in zip(log, reading, strict=True)]
     return {
         **asdict(job),
-        "image_tokens": sizes.tokens,
+        "image_tokens": MODELS[job.model].tokens,
         "prompt_tokens": len(seen["trl"][0][0]),
         "ratio": theirs / mine,
         "trl_s": theirs,
@@ -281,6 +283,16 @@ def measure(job: Job, python: Path) -> dict:
     }
 
 
+def measure(job: Job, python: Path) -> dict:
+    """Run both sides of a job in turns and return what `collect` returns."""
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        prepare(job, folder)
+        sides = {"trl": python, "spmdrl": Path(sys.executable)}
+        take_turns(Path(__file__), sides, 1, job.warm + job.steps, folder)
+        return collect(job, folder)
+
+
 def show_update(row: dict) -> None:
     """Print the table of the updates."""
     print(f"{'update':<10}{'group':>6}{'image':>7}{'response':>9}" + "".join(f"{k + ' s':>10}" for k in row["seconds"]))
@@ -290,7 +302,8 @@ def show_update(row: dict) -> None:
 
 def show_job(name: str, row: dict) -> None:
     """Print the table of a job."""
-    print(f"{'job':<10}{'prompt':>7}{'response':>9}{'spmdrl s':>10}{'TRL s':>8}{'ratio':>7}{'outside':>9}{'reading s':>11}")
+    heads = {"prompt": 7, "response": 9, "spmdrl s": 10, "TRL s": 8, "ratio": 7, "outside": 9, "reading s": 11}
+    print(f"{'job':<10}" + "".join(f"{word:>{width}}" for word, width in heads.items()))
     print(
         f"{name:<10}{row['prompt_tokens']:>7}{row['tokens']:>9}{row['spmdrl_s']:>10.3f}{row['trl_s']:>8.3f}"
         f"{row['ratio']:>7.2f}{row['outside']:>9.3f}{row['reading_s']:>11.3f}"
@@ -317,7 +330,7 @@ def targets(update: dict | None, jobs: dict[str, dict]) -> list[tuple[str, float
 def main() -> None:
     """Print tables and one line per target, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="update and tiny alone unless --only names others; few steps")
+    parser.add_argument("--quick", action="store_true", help="update and tiny unless --only names others; 3 steps")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", choices=("update", *JOBS), help="default: all of them")
     parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
@@ -331,8 +344,9 @@ def main() -> None:
     update, jobs = None, {}
 
     def write() -> None:
-        before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-        save(args.json, about, update=update or before.get("update"), jobs=before.get("jobs", {}) | jobs)
+        if args.json:
+            before = json.loads(args.json.read_text()) if args.json.exists() else {}
+            save(args.json, about, update=update or before.get("update"), jobs=before.get("jobs", {}) | jobs)
 
     if "update" in wanted:
         import torch

@@ -322,7 +322,7 @@ def vs_trl(folder: str):
 
 
 def test_benchmark_vs_trl_runs(tmp_path):
-    """Only our side runs; TRL is not installed where tests run."""
+    """Only our side runs."""
     from benchmarks import vs_trl as bench
 
     forked(vs_trl, str(tmp_path))
@@ -466,6 +466,57 @@ def shared_prompt():
 def test_benchmark_shared_prompt_runs():
     row = forked(shared_prompt)
     assert row["ratio"] > 0 and row["logp_difference"] < 1e-4
+
+
+def vision_side(side: str, folder: str):
+    from benchmarks import vision as bench
+
+    bench.SIDES[side](bench.Job(**json.loads((Path(folder) / "job.json").read_text())), Path(folder))
+
+
+def vision_update():
+    from benchmarks import _vision_update as bench
+    from benchmarks._vision import Sizes
+
+    tower = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    text = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    bench.MODEL, bench.RESPONSE = Sizes(64, tower=tower, text=text), 4
+    return bench.measure(1)
+
+
+def vision_prepare(folder: str):
+    from benchmarks import vision as bench
+
+    job = replace(bench.JOBS["tiny"], samples=4, micro=2, tokens=4, warm=1, steps=1)
+    bench.prepare(job, Path(folder))
+    for side in bench.SIDES:
+        for step in range(2):
+            (Path(folder) / f"{side}.go.{step}").touch()
+
+
+def test_benchmark_vision_trains_on_the_same_images_as_trl(tmp_path):
+    from benchmarks import vision as bench
+
+    forked(vision_prepare, str(tmp_path))
+    job = bench.Job(**json.loads((tmp_path / "job.json").read_text()))
+    for side in bench.SIDES:
+        forked(vision_side, side, str(tmp_path), limit=120.0)
+    row = bench.collect(job, tmp_path)
+    assert row["ratio"] > 0 and row["prompt_tokens"] > row["image_tokens"] == 64 and 0 < row["outside"] < 1
+    assert 0 < row["reading_s"] < row["spmdrl_phases"]["time/rollout"]
+    seen = json.loads((tmp_path / "trl.seen.json").read_text())
+    (tmp_path / "trl.seen.json").write_text(json.dumps([[tokens, total + 1] for tokens, total in seen]))
+    with pytest.raises(RuntimeError, match="different prompts or images"):
+        bench.collect(job, tmp_path)
+
+
+def test_benchmark_vision_updates_alike_with_features_once_and_for_each_sample():
+    from benchmarks import vision as bench
+
+    row = forked(vision_update)
+    assert set(row["seconds"]) == {"once", "prefix", "each"} and row["image_tokens"] == 16
+    name, value, goal, reached = bench.targets(row | {"ratio": 1.9}, {})[0]
+    assert (name, value, goal, reached) == ("vision_update", 1.9, "2.0", False)
 
 
 def colocated(folder: str):
