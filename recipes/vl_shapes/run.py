@@ -15,7 +15,7 @@ from recipes.stages import evaluations, run_seeds, start, trained  # noqa: E402
 from recipes.vl_shapes.model import LAYERS, STEPS, make_model  # noqa: E402
 from recipes.vl_shapes.shapes import dialogues, prompts, write  # noqa: E402
 
-DIALOGUES, PROMPTS, HELD_OUT = 64 * 24, 4096, 512
+DIALOGUES, PROMPTS, HELD_OUT = 64 * 80, 4096, 512
 
 
 def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) -> list[list[str]]:
