@@ -389,6 +389,9 @@ class DataConfig:
     of a template."""
     template_kwargs: str = ""
     """JSON object with chat template variables, such as {"enable_thinking": false}; a row can override them."""
+    max_refused: float = setting(0.05, UNIT, free=Free.LIMIT)
+    """Maximum fraction of rows that can be refused, because an image or a text of theirs cannot be used. Refused rows
+    are logged and omitted; if there are more, the job ends."""
     limit: int = setting(0, NOT_NEGATIVE, unread_by=(Job.EVALUATE,))
     """Maximum number of training prompts to read. 0: all."""
     shuffle: bool = setting(True, unread_by=(Job.EVALUATE,))

@@ -133,6 +133,8 @@ def encode(
     if system:
         raise ValueError(f"--data.system needs a chat template, and {why}: {cure}, or clear --data.system")
     if isinstance(prompt, list):
+        if any(isinstance(message["content"], list) for message in prompt):
+            raise ValueError(f"a prompt with images or parts needs a chat template, and {why}: {cure}")
         if len(prompt) != 1 or prompt[0]["role"] != "user" or not isinstance(prompt[0]["content"], str):
             roles = ", ".join(str(m["role"]) for m in prompt)
             raise ValueError(

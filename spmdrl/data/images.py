@@ -23,6 +23,8 @@ HOLDERS = {
 """Kind -> keys of a part that hold its image or video. A part without any stands for the next one of the column."""
 TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 """Type of a part -> kind. A part without a type has that of its first key here."""
+OTHER = "image"
+"""Column with the images of a row that has no column `images`."""
 RANKS = {"image": 3, "video": 4}
 """Kind -> dimensions of an array that holds one item: [H, W, colors] or [frames, H, W, colors]."""
 FILES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif", ".jp2")
@@ -94,6 +96,10 @@ def _items(row: dict, name: str, kind: str, texts: bool) -> list | None:
     if not name:
         return None
     value, one = row.get(name), RANKS[kind]
+    if value is not None and name == f"{kind}s" and row.get(kind) is not None:
+        other = row[kind]
+        if not isinstance(other, str) or _is_image_file(other):
+            raise RowError(f"both of its columns {name!r} and {kind!r} hold {kind}s: leave one of them out")
     if value is None and name == f"{kind}s":
         value = row.get(kind)
         if isinstance(value, str) and not texts and not _is_image_file(value):

@@ -8,6 +8,7 @@ message, earlier exchanges, tools, and chat template variables; the rest are pas
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,9 @@ from typing import Any
 
 from spmdrl.config.environment import COLUMN
 from spmdrl.config.schema import DataConfig
-from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import as_messages, encode, template_text
-from spmdrl.data.images import has_items
+from spmdrl.data.images import OTHER, has_items
 from spmdrl.data.prompt_columns import (
     around_prompt,
     column_names,
@@ -35,8 +35,10 @@ from spmdrl.data.row_columns import EMPTY, Row, RowError, check_text, tools_of, 
 from spmdrl.data.shown import LOOKED, check_read, unshown, unshown_line
 from spmdrl.data.sources import Source, read_source
 
-REFUSED = SupervisedDataConfig.max_refused
-"""Maximum fraction of rows that may be omitted because tokenizers cannot encode their text, as for SFT."""
+log = logging.getLogger("spmdrl")
+
+NAMED = 3
+"""Maximum number of refused rows that a message names; the log names all."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,13 @@ def load_prompts(
     if reader.renderer and not teacher:
         check_read(reader.renderer, reader.renderer.more)
     found = [prompt for prompt in map(reader.read, range(len(source.rows))) if prompt]
-    if len(reader.refused) > REFUSED * len(source.rows):
-        raise ValueError(reader.refused[0])
+    for line in reader.refused:
+        log.info("refused: %s", line)
+    if len(reader.refused) > data.max_refused * len(source.rows):
+        raise ValueError(
+            f"{'; '.join(reader.refused[:NAMED])} (refused rows: {len(reader.refused)} of {len(source.rows)}; "
+            f"--data.max-refused {data.max_refused:g} bounds their share)"
+        )
     prompts = [prompt for prompt in found if len(prompt.tokens) <= max_prompt_tokens]
     if not prompts:
         shortest = min((len(prompt.tokens) for prompt in found), default=0)
@@ -234,7 +241,7 @@ class _Reader:
                 # The prompt's own messages stand at the end of all messages.
                 whole, content = placed, placed[-len(as_messages(content)) :]
                 images = unplaced(self.images, sources, self.source.folder)
-                read.add(data.images_column)
+                read |= {data.images_column, OTHER}
             opening = whole if isinstance(whole, list) and whole != content else None
             tokens, text = [], content if isinstance(content, str) else ""
             if isinstance(content, list) and content:
@@ -246,7 +253,7 @@ class _Reader:
             if not tokens:
                 raise ValueError("the prompt is empty: an engine needs at least one token")
             if self.images:
-                read.add(data.images_column)
+                read |= {data.images_column, *([OTHER] if sources else [])}
                 tokens, images = expanded(self.images, tokens, sources, self.source.folder)
         try:
             json.dumps(truth := json_able(truth))
@@ -286,4 +293,5 @@ class _Reader:
 
 def refused_line(refused: list[str]) -> str:
     """Return a sentence about omitted rows that names the first one, or an empty string if there are none."""
-    return f"rows that are refused and left out: {len(refused)}; the first is {refused[0]}" if refused else ""
+    more = " (the log names all)" if len(refused) > 1 else ""
+    return f"rows that are refused and left out: {len(refused)}{more}; the first is {refused[0]}" if refused else ""

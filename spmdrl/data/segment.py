@@ -80,13 +80,12 @@ class Segment:
         return out
 
     def readable(self) -> list[int]:
-        """Return the tokens for display, in which adjacent placeholders of an image are one token."""
-        tokens = self.tokens
-        if self.images:
-            placeholder = tokens[self.images[0][0]]
-            again = (tokens[1:] == placeholder) & (tokens[:-1] == placeholder)
-            tokens = tokens[torch.cat([torch.ones(1, dtype=torch.bool), ~again])]
-        return tokens.tolist()
+        """Return the tokens for display, in which each image has one placeholder and no marks of its other tiles."""
+        keep = torch.ones(len(self), dtype=torch.bool)
+        for at, image in self.images:
+            placeholders = at + torch.nonzero(self.tokens[at:] == self.tokens[at]).flatten()
+            keep[at + 1 : int(placeholders[image.tokens - 1]) + 1] = False
+        return self.tokens[keep].tolist()
 
     def cut(self, at: int) -> tuple["Segment", "Segment"]:
         """Split the segment after its first `at` tokens. The later part keeps the reward."""

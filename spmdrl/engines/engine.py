@@ -218,6 +218,8 @@ def check_placeholders(name: str, tokens: list[int], images: tuple[Payload, ...]
                 f"type {', '.join([*QWEN, *TILED])}, or prompts without images"
             )
         return
+    if vision.video is not None and vision.video in tokens:
+        raise ValueError(f"{name} has the placeholder of a video (token {vision.video}): give its frames as images")
     found, wanted = tokens.count(vision.image), sum(image.tokens for image in images)
     if found != wanted:
         raise ValueError(

@@ -80,7 +80,7 @@ def features_of(hf: Any, vision: Vision, images: list[Payload], device: torch.de
         if len(flat_FD) != wanted:
             raise ValueError(
                 f"the model computes {len(flat_FD)} features for images whose tokens need {wanted}: their tokens are "
-                "those of another model (--model.path, --teacher.path, --reference.path must read images alike)"
+                "those of another model (all models of a job must read images alike)"
             )
         return flat_FD
 

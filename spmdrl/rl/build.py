@@ -64,6 +64,11 @@ class Sources:
     eval_prompts: PromptSet | None
     """Evaluation prompts, or None if the run never evaluates."""
 
+    @property
+    def sets(self) -> list[PromptSet]:
+        """The sets of prompts that there are."""
+        return [each for each in (self.prompts, self.eval_prompts) if each]
+
 
 def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] = PolicyGradient) -> Run:
     """Build a run. Collective over all ranks. method: factory for the run's learning method."""
@@ -75,7 +80,7 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
     for line in _warnings(cfg):
         session.warn(line)
     finite = cfg.filter.bad_sample == "stop"
-    data_sources = {prompt.data_source for each in (read.prompts, read.eval_prompts) if each for prompt in each.prompts}
+    data_sources = {prompt.data_source for each in read.sets for prompt in each.prompts}
     grader = load_reward(cfg.reward, cfg.sandbox, finite, data_sources) if world.samples else None
     judges = EngineJudges(cfg, world, read.tokenizer, grader) if grader and grader.on_engine else None
     # Every rank computes this width, because batches must have the same columns even on ranks without samples.
@@ -100,7 +105,8 @@ def build_run(session: Session[Config], method: Callable[[Run], PolicyGradient] 
         sampler.step, sampler.draws = first, state.draws
     replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
     memory = Memory(cfg, models, engine, session.timer, world)
-    memory.check = EngineCheck(cfg, world, models.policy, engine, experts_width, read.images)
+    shown = read.images if any(prompt.images for each in read.sets for prompt in each.prompts) else None
+    memory.check = EngineCheck(cfg, world, models.policy, engine, experts_width, shown)
     if judges:
         judges.engine, judges.memory = engine, memory
     run = Run(

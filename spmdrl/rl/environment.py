@@ -83,7 +83,10 @@ class Environment:
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """Start an episode. An episode that started in an earlier step resumes without an observation."""
         if not episode.segments:
-            shown = self.images.read_again(group.prompt.images) if self.images else ()
+            try:
+                shown = self.images.read_again(group.prompt.images) if self.images else ()
+            except ValueError as error:
+                raise ValueError(f"row {group.prompt.index} of the prompts: {error}") from error
             self.ready.append((place_of(episode), Observation(list(group.prompt.tokens), images=shown)))
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:

@@ -86,7 +86,7 @@ class EngineCheck:
         """Create the check.
 
         experts_width: number of columns of `token["experts"]`, or 0 without routing replay. images: reads images; None
-        if the model reads text only. Otherwise the last row shows an image.
+        if the prompts of the run show none. Otherwise the last row shows an image.
         """
         self.cfg, self.world, self.policy, self.engine, self.width = cfg, world, policy, engine, experts_width
         self.images = images

@@ -10,6 +10,7 @@ from spmdrl.data.image_files import data_url, decode_all, name_of
 from spmdrl.data.prompt_images import PromptImage
 from spmdrl.data.row_columns import RowError
 from spmdrl.data.segment import Shown
+from spmdrl.health.status import tick
 from spmdrl.hub.build import sees_images
 from spmdrl.hub.expand import Expanded, expand
 from spmdrl.hub.folder import read_config
@@ -43,14 +44,16 @@ class ImageReader:
     def read(self, sources: Sequence[Any], folder: str) -> list[Payload]:
         """Return the payloads of a row's images. folder: folder from which relative paths start.
 
-        Raises RowError if an image cannot be decoded or processed.
+        Raises RowError if an image cannot be decoded or processed, and ValueError if the model has no usable image
+        processor.
         """
-        out = []
+        out, processor = [], self.processor if len(sources) else None
         for number, image in enumerate(decode_all(sources, folder, LARGEST), 1):
+            tick()
             name = name_of(image)
             if (payload := self.known.get(name)) is None:
                 try:
-                    payload = self.known[name] = process_image(self.processor, image, self.vision)
+                    payload = self.known[name] = process_image(processor, image, self.vision)
                 except ValueError as error:
                     raise RowError(f"image {number} cannot be processed for this model: {error}") from error
                 self.bytes += payload.pixels.nbytes

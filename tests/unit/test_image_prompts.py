@@ -79,6 +79,7 @@ def test_rows_whose_images_cannot_be_used_are_refused_by_name_and_counted(reader
         "http": ("<image>", ["http://host/a.png"], "http"),
         "more places": ("<image><image>", ["a.png"], "2 places"),
         "more images": ("<image>", ["a.png", "a.png"], "has 2"),
+        "pixels of one image": ("<image>", [{"path": "a.png", "max_pixels": 99}], "max_pixels"),
     }
     if mark != "<image>":
         bad["typed"] = (f"<image>{mark}", ["a.png"], "has the text")
@@ -87,8 +88,16 @@ def test_rows_whose_images_cannot_be_used_are_refused_by_name_and_counted(reader
         prompts = load(reader, [*good, {"prompt": prompt, "images": images, "answer": 1}], tmp_path)
         (line,) = prompts.left
         assert len(prompts) == 60 and "rows.jsonl:61" in line and says in line, (name, line)
-        with pytest.raises(ValueError, match=r"rows\.jsonl:1"):
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1.*refused rows: 1 of 1; --data.max-refused 0.05 bounds"):
             load(reader, [{"prompt": prompt, "images": images, "answer": 1}], tmp_path)
+    both = {"prompt": "<image>", "images": ["a.png"], "image": "a.png", "answer": 1}
+    (line,) = load(reader, [good[0], both], tmp_path, max_refused=0.5).left
+    assert "both of its columns 'images' and 'image' hold images" in line
+    for more in ({"chat_template": "{{ messages[0]['role'] }}"}, {"system": mark}):
+        with pytest.raises(ValueError, match=r"the chat template writes \d placeholders for images, and the messages"):
+            load(reader, good[:1], tmp_path, **more)
+    with pytest.raises(ValueError, match="a prompt with images or parts needs a chat template"):
+        load(reader, good[:1], tmp_path, chat="off")
     dropped = load(reader, [{"prompt": "x", "answer": 1}, *good[:3]], tmp_path, longest=40)
     assert len(dropped) == 1 and dropped.dropped == 3, "a prompt is as long as its expanded tokens"
 
@@ -161,6 +170,25 @@ def test_resume_trees_hold_each_image_once(reader, tmp_path):
         torch.equal(e.images[0].pixels, images[0][1].pixels) and e.images[0].grid == images[0][1].grid for e in again
     )
     assert [row[0].name for row in batch_of(read["batch"], back).images] == [images[0][1].name] * 3
+
+
+def test_samples_show_one_placeholder_for_an_image(reader):
+    family, tokenizer, images = reader
+    wide = Image.new("RGB", (70, 40), "red")
+    tokens, places = shown(reader, "see IMAGE and IMAGE now", [wide, tiny.images(1)[0]])
+    text = tokenizer.decode(prompt_segment(tokens, places).readable())
+    assert text.count(images.mark) == 2 and text.startswith("see ") and text.endswith(" now")
+    assert len(tokens) > 12 and text.count("<row_") == (family in tiny.TILED) * 2
+
+
+def test_text_needs_no_image_processor(reader, tmp_path):
+    folder = tiny.saved(reader[0], tmp_path / "model")
+    (folder / "preprocessor_config.json").unlink()
+    bare = reader[0], reader[1], image_reader(folder, reader[1], False)
+    assert len(load(bare, [{"prompt": "no image", "answer": 1}], tmp_path)) == 1
+    tiny.images(1)[0].save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: no preprocessor_config\.json"):
+        load(bare, [{"prompt": "<image>x", "images": ["a.png"], "answer": 1}], tmp_path)
 
 
 def test_a_sampled_placeholder_is_refused(reader):

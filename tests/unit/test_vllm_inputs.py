@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from spmdrl.engines.build import tower_problem
+from spmdrl.engines.engine import check_placeholders
 from spmdrl.engines.vllm.images import places_of, plain_image
 from spmdrl.hub.expand import expand
 from spmdrl.hub.images import most_tokens, process_image
@@ -29,7 +30,7 @@ def test_places_are_those_where_images_were_expanded(family):
         )
     if vision.video is not None:
         with pytest.raises(ValueError, match=re.escape(f"a video (token {vision.video})")):
-            places_of([*tokens, vision.video], images, vision)
+            check_placeholders("a prompt", [*tokens, vision.video], tuple(images), vision)
         broken = [*tokens[: places[0][0] + 1], 99, *tokens[places[0][0] + 1 :]]
         with pytest.raises(ValueError, match="have others between"):
             places_of(broken, images, vision)

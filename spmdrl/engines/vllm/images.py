@@ -87,11 +87,8 @@ def places_of(ids: Sequence[int], images: Sequence[Payload], vision: Vision) -> 
     Ids and images are those of a request that passed `check_request`.
 
     Raises:
-        ValueError: a video's placeholder is in the ids, or other tokens split an image that has no tiles.
+        ValueError: other tokens split an image that has no tiles.
     """
-    video = vision.video
-    if video is not None and video in ids:
-        raise ValueError(f"a prompt has the placeholder of a video (token {video}): give its frames as images")
     found = [at for at, token in enumerate(ids) if token == vision.image]
     assert len(found) == sum(image.tokens for image in images), "`check_request` compares the numbers of features"
     out, done = [], 0
