@@ -2,8 +2,8 @@
 
     python recipes/vl_shapes/run.py [--seeds 0 1 2] [--ranks 1] [--out DIR]
 
-`model.py` makes the model and `shapes.py` draws the images. Half of the demonstrations of the warm start (SFT) are
-wrong. In RL the reward is 1 for the right word.
+`model.py` makes the model and `shapes.py` draws the images. The warm start (SFT) is short. In RL the reward is 1 for
+the right word.
 """
 
 import sys
@@ -15,7 +15,7 @@ from recipes.stages import evaluations, run_seeds, start, trained  # noqa: E402
 from recipes.vl_shapes.model import LAYERS, STEPS, make_model  # noqa: E402
 from recipes.vl_shapes.shapes import dialogues, prompts, write  # noqa: E402
 
-DIALOGUES, PROMPTS, HELD_OUT = 64 * 80, 4096, 512
+DIALOGUES, PROMPTS, HELD_OUT = 64 * 20, 4096, 512
 
 
 def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) -> list[list[str]]:

@@ -31,8 +31,6 @@ COLOURS: Sequence[Colour] = (
     (150, 60, 180),
     (40, 190, 200),
 )
-RIGHT = 0.5
-"""Share of right answers in the demonstrations."""
 ROUND = 4
 """Images are drawn this many times larger and then reduced, which smooths edges."""
 
@@ -94,12 +92,9 @@ def questions(seed: str, count: int) -> Iterator[tuple[Question, dict]]:
 
 
 def dialogues(seed: int, count: int) -> Iterator[dict]:
-    """Yield rows for `spmdrl.sft`; the answer is right in half of them, and names another kind in the others."""
-    rng = random.Random(f"wrong {seed}")
+    """Yield rows for `spmdrl.sft`."""
     for made, row in questions(f"sft {seed}", count):
-        wrong = rng.choice([kind for kind in KINDS if kind != made.answer])
-        answer = made.answer if rng.random() < RIGHT else wrong
-        messages = [{"role": "user", "content": made.text}, {"role": "assistant", "content": answer}]
+        messages = [{"role": "user", "content": made.text}, {"role": "assistant", "content": made.answer}]
         yield {"messages": messages, **row}
 
 
