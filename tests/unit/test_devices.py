@@ -405,7 +405,7 @@ class _Blocks:
 def prefix_engine(steps: int, running: int) -> VLLMEngine:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.llm = engine.engine = _Blocks(steps)  # type: ignore[assignment]
-    engine.copies = None
+    engine.copies = engine.images = None
     engine.partial = dict.fromkeys(range(running))  # type: ignore[assignment]
     return engine
 
