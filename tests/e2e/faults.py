@@ -24,6 +24,8 @@ GRADING = 4
 """--reward.timeout of the jobs here, below TIMEOUT: a rank that waits for the other one's samples ends the job then."""
 FLAGS = argv(
     "--rollout.engine hf --run.steps 3 --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 0 "
+    # A fast rank would take all prompts, and the engine of the other would do nothing.
+    "--rollout.assignment static "
     "--tracking.trackers jsonl --checkpoint.every 1 --checkpoint.background false --optimizer.bad-steps 0 "
     f"--run.timeout {TIMEOUT}"
 )
