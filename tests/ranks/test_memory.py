@@ -121,8 +121,9 @@ def test_parked_disk_without_room_leaves_the_tensors(monkeypatch):
     assert x.sum() == 1000
 
 
-def test_parked_bring_back_goes_on_after_a_refusal():
-    # Blocks of more than 32 MiB: glibc has none of them in store, whatever ran before in this process.
+def refused_once(world) -> list[list[float]]:
+    """Brings blocks back with room for one of them, then with room for all; returns their values."""
+    # Blocks of more than 32 MiB: glibc has none of them in store in a process where nothing ran before.
     tensors = [torch.full((12 * MIB,), float(i)) for i in range(3)]
     parked = Parked(tensors, "disk", CPU)
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -136,7 +137,11 @@ def test_parked_bring_back_goes_on_after_a_refusal():
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert out_of_memory(caught.value) and requested_bytes(caught.value) == 48 * MIB
     parked.bring_back()
-    assert [x.unique().tolist() for x in tensors] == [[0.0], [1.0], [2.0]]
+    return [x.unique().tolist() for x in tensors]
+
+
+def test_parked_bring_back_goes_on_after_a_refusal():
+    assert run_ranks(refused_once, 1) == [[[0.0], [1.0], [2.0]]]
 
 
 def test_requested_bytes_are_read_off_the_message():
