@@ -6,9 +6,29 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PINS = ["trl==1.16.0", "accelerate==1.15.0"]
+
+
+def grpo_options(job: Any, folder: Path) -> dict[str, Any]:
+    """Return the arguments of TRL's GRPOConfig that follow from a job: samples, tokens, warm-up and counted steps."""
+    return {
+        "output_dir": str(folder / "trl"),
+        "use_cpu": True,
+        "num_generations": job.samples,
+        "max_completion_length": job.tokens,
+        "max_steps": job.warm + job.steps,
+        "learning_rate": job.lr,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "beta": 0.0,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "generation_kwargs": {"min_new_tokens": job.tokens},
+    }
 
 
 class Turns:

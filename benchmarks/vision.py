@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks import _vision_update  # noqa: E402
 from benchmarks._about import measured_on, save  # noqa: E402
-from benchmarks._trl import PINS, Turns, seconds_of, take_turns, trl_python  # noqa: E402
+from benchmarks._trl import PINS, Turns, grpo_options, seconds_of, take_turns, trl_python  # noqa: E402
 from benchmarks._vision import Sizes, write_model, write_prompts  # noqa: E402
 
 GOALS = {"update": 2.0, "outside": 0.05, "trl": 1.5}
@@ -139,23 +139,11 @@ def trl(job: Job, folder: Path) -> None:
             return super()._get_per_token_logps_and_entropies(model, ids, mask, keep, *args, **given)
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
+        **grpo_options(job, folder),
         bf16=False,
         per_device_train_batch_size=job.micro,
         gradient_accumulation_steps=group // job.micro,
-        num_generations=job.samples,
-        max_completion_length=job.tokens,
-        max_steps=job.warm + job.steps,
-        learning_rate=job.lr,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        beta=0.0,
-        gradient_checkpointing=False,
         shuffle_dataset=False,
-        disable_tqdm=True,
-        generation_kwargs={"min_new_tokens": job.tokens},
     )
     model = str(folder / "model")
     trainer = Trainer(model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[Clock()])

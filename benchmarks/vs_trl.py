@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks._about import measured_on, save  # noqa: E402
-from benchmarks._trl import PINS, Turns, seconds_of, take_turns, trl_python  # noqa: E402
+from benchmarks._trl import PINS, Turns, grpo_options, seconds_of, take_turns, trl_python  # noqa: E402
 
 SAME_TOKENS = 0.02
 """Maximum relative difference of the numbers of tokens on which both programs train."""
@@ -102,22 +102,10 @@ def trl(job: Job, folder: Path) -> None:
             turns.arrive()
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
+        **grpo_options(job, folder),
         bf16=job.dtype == "bfloat16",
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=mine // micro,
-        num_generations=job.samples,
-        max_completion_length=job.tokens,
-        max_steps=job.warm + job.steps,
-        learning_rate=job.lr,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        beta=0.0,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        generation_kwargs={"min_new_tokens": job.tokens},
     )
     # Pass the model's path, so that TRL loads float32 weights. Jobs in bfloat16 use autocast.
     trainer = GRPOTrainer(

@@ -14,8 +14,6 @@ class Reader(Protocol):
 
     mark: str
     """Text of the placeholder token."""
-    vision: Any
-    """Facts of the model (`hub/vision.py`)."""
 
     def read(self, sources: Sequence[Any], folder: str) -> list[Payload]:
         """Return the payloads of a row's images. Raises RowError if an image cannot be used."""
@@ -70,12 +68,6 @@ def expanded(
 
     Raises RowError if an image cannot be used, or if the template writes another number of placeholders.
     """
-    if (count := tokens.count(reader.vision.image)) != len(sources):
-        raise RowError(
-            f"the chat template writes {count} placeholders for images, and the messages show {len(sources)}: take a "
-            f"template that writes one for each (--data.chat-template), and leave the text {reader.mark} out of "
-            "--data.system and --data.prefill"
-        )
     payloads = reader.read(sources, folder)
     found = reader.expand(tokens, payloads)
     places = zip(sources, payloads, found.firsts, strict=True)

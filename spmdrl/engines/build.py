@@ -14,6 +14,7 @@ from spmdrl.engines.engine import Engine, kv_bytes_per_token, longest_sequence, 
 from spmdrl.hub.build import sees_images
 from spmdrl.hub.ends import named_ends
 from spmdrl.hub.folder import read_config
+from spmdrl.hub.vision import tower_sizes
 from spmdrl.spmd.world import World
 
 GIB = 1 << 30
@@ -152,10 +153,8 @@ def tower_problem(config: Any, engine: str, tp: int, name: str = "the model") ->
     """Return an error message if vLLM cannot shard a vision tower over `tp` ranks, else ""."""
     if engine != "vllm" or not sees_images(config):
         return ""
-    tower = config.vision_config
-    heads = getattr(tower, "num_heads", None) or tower.num_attention_heads
-    # Qwen2-VL gives the width of its MLPs as a multiple of the tower's width.
-    width = getattr(tower, "intermediate_size", None) or int(tower.embed_dim * tower.mlp_ratio)
+    tower = tower_sizes(config)
+    heads, width = tower.heads, tower.inner
     if heads % tp == 0 and width % tp == 0:
         return ""
     sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and width % n == 0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spmdrl.hub.build import sees_images
-from spmdrl.hub.images import forward_inputs
+from spmdrl.hub.images import forward_inputs, plain_image
 from spmdrl.hub.vision import Vision, read_vision
 from spmdrl.spmd.copies import to_device
 from spmdrl.spmd.payload import Payload
@@ -55,22 +55,14 @@ def in_order(images: Sequence[Payload]) -> Seen:
     return Seen(distinct, torch.cat(rows)) if rows else NOTHING
 
 
-def stand_in_image(vision: Vision) -> Payload:
-    """Return the smallest image, for ranks that run the vision tower only because other ranks need its shards."""
-    if vision.tile is not None:
-        # transformers takes an image of zeros for padding.
-        return Payload("", torch.ones(1, 3, vision.tile, vision.tile), vision.tile_tokens, tiles=(0, 0))
-    side = vision.merge
-    return Payload("", torch.zeros(side**2, 3 * vision.frames * vision.patch**2), 1, grid=(1, side, side))
-
-
 def features_of(hf: Any, vision: Vision, images: list[Payload], device: torch.device) -> Any:
     """Run the vision tower on images, or on a stand-in image if there are none.
 
     Returns an output of transformers with the features `pooler_output` [F, D], and for deepstack `deepstack_features`,
     a list of [F, D]. Raises ValueError if their number is not that of the images' tokens.
     """
-    images = images or [stand_in_image(vision)]
+    # Ranks without images run the tower only because other ranks need its shards.
+    images = images or [plain_image(vision)]
     given, wanted = to_device(forward_inputs(images, vision), device), sum(image.tokens for image in images)
     out = hf.base_model.get_image_features(**given, return_dict=True)
 

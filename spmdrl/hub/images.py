@@ -22,6 +22,9 @@ MODULES = dict.fromkeys(QWEN, "qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLIma
 }
 """Image processors of the families in `transformers.models`. Those with the PIL backend need no torchvision."""
 
+SETTINGS = ("preprocessor_config.json", "processor_config.json")
+"""Files that may hold the settings of a model's image processor; one is enough."""
+
 
 def load_processor(source: Path | dict[str, Any], vision: Vision) -> Any:
     """Load the image processor of a model from its folder, or from the settings of its preprocessor_config.json.
@@ -34,7 +37,7 @@ def load_processor(source: Path | dict[str, Any], vision: Vision) -> Any:
     if isinstance(source, dict):
         processor = kind.from_dict(source)
     else:
-        if not any((source / file).is_file() for file in ("preprocessor_config.json", "processor_config.json")):
+        if not any((source / file).is_file() for file in SETTINGS):
             raise ValueError(f"no preprocessor_config.json in {source} (--model.path): copy the model's into it")
         with plain_errors(source):
             processor = kind.from_pretrained(source, local_files_only=True)
@@ -105,6 +108,17 @@ def _name(pixels: torch.Tensor, layout: Any, processor: Any) -> str:
     state.update(json.dumps(settings, sort_keys=True, default=str).encode())
     state.update(pixels.numpy().tobytes())
     return state.hexdigest()
+
+
+def plain_image(vision: Vision, rows: int = 1, columns: int = 1, name: str = "") -> Payload:
+    """Return an image of plain colour with `rows` x `columns` features, or for the tiled families as many tiles."""
+    if vision.tile is None:
+        grid = 1, rows * vision.merge, columns * vision.merge
+        shape = grid[1] * grid[2], 3 * vision.frames * vision.patch**2
+        return Payload(name, torch.ones(shape), rows * columns, grid)
+    # transformers takes a tile of zeros for padding.
+    pixels = torch.ones(rows * columns, 3, vision.tile, vision.tile)
+    return Payload(name, pixels, rows * columns * vision.tile_tokens, tiles=(0, 0))
 
 
 def forward_inputs(payloads: Sequence[Payload], vision: Vision) -> dict[str, torch.Tensor]:

@@ -84,6 +84,26 @@ class Vision:
         return (self.tile // self.patch) ** 2 // self.merge**2
 
 
+@dataclass(frozen=True)
+class TowerSizes:
+    """Sizes of a vision tower's layers."""
+
+    heads: int
+    hidden: int
+    """Width of the hidden states."""
+    inner: int
+    """Width of the MLPs."""
+
+
+def tower_sizes(hf_config: Any) -> TowerSizes:
+    """Return the sizes of the vision tower of a model with this config."""
+    tower = hf_config.vision_config
+    # Qwen2-VL has names of its own, and gives the width of its MLPs as a multiple of the tower's width.
+    hidden = getattr(tower, "embed_dim", None) or tower.hidden_size
+    heads = getattr(tower, "num_heads", None) or tower.num_attention_heads
+    return TowerSizes(heads, hidden, getattr(tower, "intermediate_size", None) or int(tower.mlp_ratio * hidden))
+
+
 def reads_images(hf_config: Any) -> bool:
     """Return True if a model with this config has a vision tower, whether or not spmdrl supports its family."""
     return getattr(hf_config, "vision_config", None) is not None

@@ -14,15 +14,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.config.schema import Config
 from spmdrl.data.segment import Shown
-from spmdrl.hub.images import load_processor
-from spmdrl.hub.vision import Vision, read_vision
+from spmdrl.hub.images import SETTINGS, load_processor
+from spmdrl.hub.vision import Vision, read_vision, tower_sizes
 from spmdrl.plan.numbers import META
 from spmdrl.policy.vision import part_of
 from spmdrl.spmd.payload import Payload
 
 MARKS = 3
 """Number of tokens around an image or a tile: a mark before and behind it, and a name of the tile."""
-SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -142,13 +141,11 @@ def encoder_bytes(hf_config: Any, features: int, ranks: int, width: int) -> int:
     The tower's residual, a layer's input and its widest output count per patch, and the features as the engine keeps
     them. features: number of features computed together. ranks: ranks that shard the tower. width: bytes of a number.
     """
-    vision, tower = read_vision(hf_config), hf_config.vision_config
-    hidden = getattr(tower, "embed_dim", None) or tower.hidden_size
-    inner = getattr(tower, "intermediate_size", None) or int(tower.mlp_ratio * hidden)
-    wide = max(3 * inner, 4 * hidden) // ranks
-    layers = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or ())
+    vision, tower = read_vision(hf_config), tower_sizes(hf_config)
+    wide = max(3 * tower.inner, 4 * tower.hidden) // ranks
+    layers = 1 + len(getattr(hf_config.vision_config, "deepstack_visual_indexes", None) or ())
     out = features * layers * hf_config.get_text_config().hidden_size
-    return width * (features * vision.merge**2 * (3 * hidden + wide) + out)
+    return width * (features * vision.merge**2 * (3 * tower.hidden + wide) + out)
 
 
 def rectangle(tokens: int) -> tuple[int, int]:

@@ -3,13 +3,14 @@
 Two sequences show one image, so that a tree shares it, and the third shows another image of the same size.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from spmdrl.data.batch import Batch
 from spmdrl.data.placeholders import COLUMN, with_images
-from spmdrl.hub.images import forward_inputs
+from spmdrl.hub.images import forward_inputs, plain_image
 from spmdrl.hub.vision import Vision
 from spmdrl.policy.attention.packed import with_attention
 from spmdrl.spmd.copies import to_device
@@ -23,13 +24,8 @@ SIDES = (2, 3)
 
 def random_image(vision: Vision, number: int) -> Payload:
     """Return an image of random pixels, the same on every rank. number: different numbers give different images."""
-    draw = torch.Generator().manual_seed(number)
-    if vision.tile is not None:
-        pixels = torch.randn(1, 3, vision.tile, vision.tile, generator=draw)
-        return Payload(f"{number:032x}", pixels, vision.tile_tokens, tiles=(0, 0))
-    height, width = (side * vision.merge for side in SIDES)
-    pixels = torch.randn(height * width, 3 * vision.frames * vision.patch**2, generator=draw)
-    return Payload(f"{number:032x}", pixels, SIDES[0] * SIDES[1], grid=(1, height, width))
+    plain = plain_image(vision, *(SIDES if vision.tile is None else ()), name=f"{number:032x}")
+    return replace(plain, pixels=torch.randn(plain.pixels.shape, generator=torch.Generator().manual_seed(number)))
 
 
 def image_batch(vision: Vision, ordinary: list[int]) -> Batch:

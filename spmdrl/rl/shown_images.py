@@ -51,11 +51,6 @@ def expanded(reader: ImageReader, tokens: list[int], images: Sequence[Payload]) 
     images: the images of the messages, in order. Raises ValueError if the chat template does not write one placeholder
     for each of them.
     """
-    if (count := tokens.count(reader.vision.image)) != len(images):
-        raise ValueError(
-            f"the chat template writes {count} placeholders for {len(images)} images in the messages: choose with "
-            "--data.chat-template one that shows images in messages of each role"
-        )
     found = reader.expand(tokens, images)
     return found.ids.tolist(), tuple(zip(found.firsts, images, strict=True))
 

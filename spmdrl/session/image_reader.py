@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spmdrl.data.image_files import data_url, decode_all, name_of
 from spmdrl.data.prompt_images import PromptImage
 from spmdrl.data.row_columns import RowError
@@ -91,7 +93,17 @@ class ImageReader:
         return self.last_urls[1] if images else []
 
     def expand(self, ids: Any, images: Sequence[Payload]) -> Expanded:
-        """Return the result of `hub.expand.expand`. Raises RowError instead of ValueError."""
+        """Return the result of `hub.expand.expand`.
+
+        Raises RowError if ids do not have one placeholder for each image, or if they are expanded already.
+        """
+        count = int((torch.as_tensor(ids) == self.vision.image).sum())
+        if count != len(images):
+            raise RowError(
+                f"its text has {count} placeholders for images, and its messages show {len(images)} images: the chat "
+                f"template must write one for each (--data.chat-template), and the text {self.mark} must not stand "
+                "anywhere else, as in a row or --data.system"
+            )
         try:
             return expand(ids, images, self.vision)
         except ValueError as error:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -776,6 +777,11 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "tests.engines.probe", str(root), name], check=False)
         return measure(names[0], root / names[0])
     preload()
+    fork_each(measure, root, names)
+
+
+def fork_each(measure: Callable[[str, Path], None], root: Path, names: list[str]) -> None:
+    """Runs each scenario in a process of its own, forked from this one, which has imported what they need."""
     for name in names:
         child = os.fork()
         if child == 0:

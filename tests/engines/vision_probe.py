@@ -8,7 +8,6 @@ transfer from its own policy, whose weights transformers' model gets as well.
 
 import importlib
 import json
-import os
 import sys
 import traceback
 from dataclasses import replace
@@ -23,7 +22,7 @@ from spmdrl.hub.expand import expand
 from spmdrl.hub.images import forward_inputs, load_processor, process_image
 from spmdrl.hub.vision import read_vision
 from spmdrl.spmd.payload import Payload
-from tests.engines.probe import outcome, preload, replaced
+from tests.engines.probe import fork_each, outcome, preload, replaced
 from tests.unit import vision_models
 
 NEW = 8
@@ -287,13 +286,7 @@ def main() -> None:
     root, names = Path(sys.argv[1]), sys.argv[2:]
     preload()
     importlib.import_module("spmdrl.policy.fsdp.policy")
-    for name in names:
-        child = os.fork()
-        if child == 0:
-            measure(name, root / name)
-            sys.stdout.flush()
-            os._exit(0)
-        os.waitpid(child, 0)
+    fork_each(measure, root, names)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,21 @@ def dying(run, stop_after: int):
     return run
 
 
+def first_step(run: Run) -> list:
+    """Returns a list that gets this rank's episodes of the first step once they are taken."""
+    assert run.sampler is not None
+    seen, take = [], run.sampler.take
+
+    def watched(step, version):
+        done = take(step, version)
+        if not step:
+            seen.extend(done.episodes)
+        return done
+
+    run.sampler.take = watched
+    return seen
+
+
 def train_demo(world, folder: str, sections: dict, stop_after: int = 0) -> tuple[int, int, int]:
     """Trains a demo; returns its first step, its version and its updates."""
     run = open_demo(world, folder, sections, stop_after)

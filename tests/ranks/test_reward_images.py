@@ -18,7 +18,7 @@ from spmdrl.supervised.reward_model import build_reward_model
 from spmdrl.train import train
 from tests.ranks import given as jobs
 from tests.ranks.cases import full_weights
-from tests.ranks.demo import Interrupted, metrics, open_demo
+from tests.ranks.demo import Interrupted, first_step, metrics, open_demo
 from tests.ranks.harness import RankError, run_ranks
 from tests.ranks.test_rl_images import made, sections
 from tests.unit import vision_models as tiny
@@ -96,16 +96,8 @@ def test_layout_a_reward_model_of_images_is_the_same_on_one_rank_and_on_two(give
 
 def ppo(world, folder: str, given_sections: dict, stop_after: int = 0) -> tuple:
     """Trains by PPO; returns this rank's episodes of the first step and the critic's weights."""
-    run, seen = open_demo(world, folder, given_sections, stop_after), []
-    assert run.sampler is not None
-    take = run.sampler.take
-
-    def watched(step, version):
-        done = take(step, version)
-        seen.extend(done.episodes if step == 0 else [])
-        return done
-
-    run.sampler.take = watched
+    run = open_demo(world, folder, given_sections, stop_after)
+    seen = first_step(run)
     with suppress(Interrupted):
         train(run)
     run.close()

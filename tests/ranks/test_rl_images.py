@@ -13,7 +13,7 @@ from PIL import Image
 from spmdrl.rl.environment import Environment, Observation
 from spmdrl.train import train
 from tests.ranks.cases import full_weights
-from tests.ranks.demo import Interrupted, metrics, open_demo, untimed
+from tests.ranks.demo import Interrupted, first_step, metrics, open_demo, untimed
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_placement import split, split_demo
 from tests.unit import vision_models as tiny
@@ -66,29 +66,13 @@ def sections(folder, **more) -> dict:
 def trained(world, folder: str, given_sections: dict, stop_after: int = 0) -> tuple:
     """Trains; returns the first step's episodes on this rank as plain values, and the weights on rank 0."""
     run = open_demo(world, folder, given_sections, stop_after)
-    seen, take = [], run.sampler.take
-
-    def watched(step, version):
-        done = take(step, version)
-        if not step:
-            shown = [
-                (
-                    e.position,
-                    e.sample,
-                    e.tokens.tolist(),
-                    [[at for at, _ in s.images] for s in e.segments],
-                )
-                for e in done.episodes
-            ]
-            seen.extend(shown)
-        return done
-
-    run.sampler.take = watched
+    seen = first_step(run)
     with suppress(Interrupted):
         train(run)
     run.close()
     weights = full_weights(run.models.policy)
-    return seen, weights if world.is_first else None
+    rows = [(e.position, e.sample, e.tokens.tolist(), [[at for at, _ in s.images] for s in e.segments]) for e in seen]
+    return rows, weights if world.is_first else None
 
 
 def test_layout_images_give_the_same_run_on_one_rank_on_two_and_under_split_placement(given, tmp_path):

@@ -94,7 +94,7 @@ def test_rows_whose_images_cannot_be_used_are_refused_by_name_and_counted(reader
     (line,) = load(reader, [good[0], both], tmp_path, max_refused=0.5).left
     assert "both of its columns 'images' and 'image' hold images" in line
     for more in ({"chat_template": "{{ messages[0]['role'] }}"}, {"system": mark}):
-        with pytest.raises(ValueError, match=r"the chat template writes \d placeholders for images, and the messages"):
+        with pytest.raises(ValueError, match=r"its text has \d placeholders for images, and its messages"):
             load(reader, good[:1], tmp_path, **more)
     with pytest.raises(ValueError, match="a prompt with images or parts needs a chat template"):
         load(reader, good[:1], tmp_path, chat="off")

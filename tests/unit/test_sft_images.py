@@ -188,7 +188,7 @@ def test_templates_that_leave_images_out_and_typed_placeholders_are_refused(tmp_
     for messages in (typed, [turn("<image>a"), turn("b <|image_pad|>", "assistant")]):
         with pytest.raises(RowError, match=r"has the text <\|image_pad\|>, which stands for an image"):
             encode(Row({"messages": messages, "images": tiny.images(1)}))
-    with pytest.raises(RowError, match="show 0 images, and its text has 1 placeholders"):
+    with pytest.raises(RowError, match="its text has 1 placeholders for images, and its messages show 0"):
         encode(Row({"text": "plain <|image_pad|>"}))
     (sequence,) = encode(
         Row({"messages": [*row["messages"], turn("<image>later")], "images": tiny.images(2)})
@@ -205,7 +205,7 @@ def test_templates_that_leave_images_out_and_typed_placeholders_are_refused(tmp_
             + "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
         )
         without = Encoder(SFTConfig().data, tokenizer, 2048, "assistant", encode.images)
-        with pytest.raises(RowError, match="its messages show 1 images, and its text has 0 placeholders"):
+        with pytest.raises(RowError, match="its text has 0 placeholders for images, and its messages show 1"):
             without(Row(row))
 
 

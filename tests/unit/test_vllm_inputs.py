@@ -7,7 +7,7 @@ from PIL import Image
 
 from spmdrl.engines.build import tower_problem
 from spmdrl.engines.engine import check_placeholders
-from spmdrl.engines.vllm.images import places_of, plain_image
+from spmdrl.engines.vllm.images import places_of, plain_prompt
 from spmdrl.hub.expand import expand
 from spmdrl.hub.images import most_tokens, process_image
 from tests.unit import vision_models
@@ -54,7 +54,7 @@ def test_no_image_has_more_features_than_vllm_prepares_for(family):
 @pytest.mark.parametrize("tokens", [1, 20, 35])
 def test_the_image_to_measure_with_has_the_form_of_processed_ones(family, tokens):
     vision, images = facts(family)
-    ids, image = plain_image(tokens, vision)
+    ids, image = plain_prompt(tokens, vision)
     assert len(ids) == image.tokens and (image.tokens <= tokens or image.tokens == (vision.tile and vision.tile_tokens))
     assert image.tokens > tokens / 2
     assert image.pixels.shape[1:] == images[0].pixels.shape[1:]

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from spmdrl.hub.images import plain_image
 from spmdrl.hub.vision import Vision
 from spmdrl.spmd.payload import Payload
 
@@ -101,20 +102,14 @@ def places_of(ids: Sequence[int], images: Sequence[Payload], vision: Vision) -> 
     return out
 
 
-def plain_image(tokens: int, vision: Vision) -> tuple[list[int], Payload]:
+def plain_prompt(tokens: int, vision: Vision) -> tuple[list[int], Payload]:
     """Return expanded ids that show one image of plain colour, without marks, and the image.
 
     The image has as many features as fit into `tokens`, but at least those of one patch or tile.
     """
     if vision.tile is None:
         rows = max(math.isqrt(tokens), 1)
-        columns = max(tokens // rows, 1)
-        grid, count = (1, rows * vision.merge, columns * vision.merge), rows * columns
-        shape = (grid[1] * grid[2], 3 * vision.frames * vision.patch**2)
-        tiles = None
+        image = plain_image(vision, rows, max(tokens // rows, 1), f"plain {tokens}")
     else:
-        number = max(tokens // vision.tile_tokens, 1)
-        grid, tiles, count = None, (0, 0), number * vision.tile_tokens
-        shape = (number, 3, vision.tile, vision.tile)
-    # The models take tiles of zeros for padding.
-    return [vision.image] * count, Payload(f"plain {count}", torch.ones(shape), count, grid, tiles)
+        image = plain_image(vision, max(tokens // vision.tile_tokens, 1), name=f"plain {tokens}")
+    return [vision.image] * image.tokens, image

@@ -24,7 +24,7 @@ from spmdrl.config.schema import Config
 from spmdrl.engines.engine import model_vision
 from spmdrl.engines.vllm.copies import rank_within_engine
 from spmdrl.engines.vllm.cpu import Packed, name_shared_memory
-from spmdrl.engines.vllm.images import Images, plain_image
+from spmdrl.engines.vllm.images import Images, plain_prompt
 from spmdrl.engines.vllm.options import build_llm, set_environment
 from spmdrl.hub.build import DTYPES
 from spmdrl.spmd.exchange import broadcast_text
@@ -61,7 +61,7 @@ def rehearse(llm: Any, cfg: Config) -> None:
         for length in sorted({min(n, longest) for n in PROMPTS if longest > 0}):
             engine.add_request(f"trial {length}", {"prompt_token_ids": [0] * length}, params)
         if vision := model_vision(cfg):
-            ids, image = plain_image(1, vision)
+            ids, image = plain_prompt(1, vision)
             if len(ids) < longest:
                 inputs = Images(vision, DTYPES[cfg.model.dtype]).prompt([0, *ids, 0], [image])
                 engine.add_request("trial image", inputs, params)

@@ -17,7 +17,7 @@ import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.engines.engine import longest_sequence, model_config
-from spmdrl.engines.vllm.images import KEY, Images, plain_image
+from spmdrl.engines.vllm.images import KEY, Images, plain_prompt
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.images import load_processor, most_tokens
 from spmdrl.hub.resolve import resolve
@@ -115,7 +115,7 @@ def adapted(model: Any, vision: Vision, most: int, dtype: torch.dtype) -> Any:
             return self.get_dummy_mm_inputs()
 
         def get_dummy_mm_inputs(self, *_: Any, **__: Any) -> Any:
-            ids, image = plain_image(most, vision)
+            ids, image = plain_prompt(most, vision)
             return images.prompt(ids, [image])
 
     class Adapted(model):
